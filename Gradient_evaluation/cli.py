@@ -1,0 +1,85 @@
+"""What a command of this toolkit does with bad input: one line that names the fix, and exit code 2.
+
+A function that meets something the user can mend raises ``UserError`` with one line that names the
+file, the line or flag, and the fix. Anything else that goes wrong is our bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+
+
+class UserError(Exception):
+    """Something the user can mend. The message is one line: where it is and what to do about it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser without abbreviations whose errors are one line (argparse also prints the usage)."""
+
+    def __init__(self, **settings):
+        super().__init__(allow_abbrev=False, **settings)
+
+    def error(self, message: str):
+        self.exit(2, f"error: {message} (see {self.prog} --help)\n")
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call ``main``; a UserError becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def integer(minimum: int) -> Callable[[str], int]:
+    """An argparse type: an integer of at least ``minimum``."""
+
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
+        return value
+
+    return convert
+
+
+def number(low: float, high: float = math.inf, *, low_included: bool) -> Callable[[str], float]:
+    """An argparse type: a finite number in [low, high], or in (low, high] without ``low_included``."""
+
+    def convert(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        inside = low <= value <= high if low_included else low < value <= high
+        if not inside or not math.isfinite(value):
+            bounds = f"{'[' if low_included else '('}{low:g}, {high:g}{']' if high < math.inf else ')'}"
+            raise argparse.ArgumentTypeError(f"must be in {bounds}, got {text}")
+        return value
+
+    return convert
+
+
+def group_sizes(values: Sequence[str]) -> list[int]:
+    """The flag --K_list, ``4 8 16`` or ``4,8,16`` → sorted distinct group sizes, each at least 2.
+
+    A group of one has no leave-one-out baseline, so K = 1 is refused by name.
+    """
+    convert = integer(2)
+    parts = [part for value in values for part in value.replace(",", " ").split()]
+    if not parts:
+        raise UserError("--K_list: give at least one group size, for example --K_list 4 8 16")
+    try:
+        return sorted({convert(part) for part in parts})
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"--K_list: a group size {error}") from None
