@@ -1,0 +1,131 @@
+"""Watch one forward and one backward of a block, and contract each layer as its output gradient arrives.
+
+``GramCapture`` puts a hook on every module that owns a measured parameter. In the forward pass the hook keeps
+the layer's input; when the gradient of its output arrives in the backward pass, gram_rules.py turns the two into
+a share of the Gram and both are let go. Modules it cannot read are left to the caller's exact fallback.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from Gradient_evaluation import gram_rules
+
+
+class GramCapture:
+    """Context manager around one forward and backward of ``batch`` samples; ``finish`` gives the Grams.
+
+    parameters: {id: parameter} measured; lengths: the numbers of positions a layer may see (all of the
+    sequence, or the response alone at the head); budget: bytes of a temporary.
+    """
+
+    def __init__(self, model: nn.Module, parameters: dict[int, nn.Parameter], batch: int, lengths: set[int],
+                 budget: int):
+        self.model, self.parameters = model, parameters
+        self.batch, self.lengths, self.budget = batch, lengths, budget
+        self.grams: dict[int, torch.Tensor] = {}
+        self.expected: dict[int, int] = {}  # uses of a parameter seen in the forward pass
+        self.arrived: dict[int, list] = {}  # uses whose output gradient has come
+        self.looked_up: dict[int, list[torch.Tensor]] = {}  # ids of a parameter's uses as an embedding
+        self.heads: dict[int, gram_rules.TiedHead] = {}
+        self.unreadable: set[int] = set()
+        self.paused = False
+        self.hooks: list = []
+
+    def __enter__(self) -> GramCapture:
+        for module in self.model.modules():
+            if self._owned(module):
+                self.hooks.append(module.register_forward_hook(self._on_forward, with_kwargs=True))
+        return self
+
+    def __exit__(self, *error) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def finish(self) -> dict[int, torch.Tensor]:
+        """{id of parameter: Q_p (batch, batch) float64}; parameters that could not be read are absent."""
+        for key in list(self.arrived):  # a use the loss does not depend on sends no gradient
+            self._contract(key)
+        return {key: gram for key, gram in self.grams.items() if key not in self.unreadable}
+
+    def _owned(self, module: nn.Module) -> dict[str, int]:
+        """{name in the module: id} of the measured parameters the module itself holds."""
+        return {name: id(p) for name, p in module.named_parameters(recurse=False) if id(p) in self.parameters}
+
+    def _readable(self, module: nn.Module, args: tuple, kwargs: dict, output) -> bool:
+        """One tensor in, one floating tensor out, both leading with the batch and carrying the positions."""
+        if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or not isinstance(output, torch.Tensor):
+            return False
+        if next(module.children(), None) is not None or not output.is_floating_point():
+            return False
+        ranks = ((args[0], 3 if args[0].is_floating_point() else 2), (output, 3))
+        return all(x.dim() >= rank and x.shape[0] == self.batch and self.lengths & set(x.shape[1:])
+                   for x, rank in ranks)
+
+    def _on_forward(self, module: nn.Module, args: tuple, kwargs: dict, output):
+        if self.paused:
+            return None
+        owned = self._owned(module)
+        if not self._readable(module, args, kwargs, output):
+            self.unreadable.update(owned.values())
+            return None
+        a = args[0].detach()
+        for key in owned.values():
+            self.expected[key] = self.expected.get(key, 0) + 1
+            if not a.is_floating_point():
+                self.looked_up.setdefault(key, []).append(a)
+        rule = gram_rules.RULES.get(type(module))
+        if rule is None and gram_rules.is_scaled_embedding(module, a, output):
+            rule = gram_rules.scaled_embedding_uses
+        replaced = None
+        if not output.requires_grad:  # nothing measured lies before it: gradients start here
+            replaced = output = output.detach().requires_grad_(True).clone()  # a copy may be changed in place
+        version = a._version
+        output.register_hook(lambda b: self._on_gradient(module, owned, rule, a, version, b))
+        return replaced
+
+    def _on_gradient(self, module: nn.Module, owned: dict[str, int], rule, a: torch.Tensor, version: int,
+                     b: torch.Tensor) -> None:
+        try:
+            if a._version != version:
+                raise gram_rules.UnsupportedUse("the layer's input was changed in place after it was read")
+            if rule is not None:
+                uses = rule(module, a, b)
+            else:
+                uses = self._by_vjp(module, a, b, list(owned))
+            for name, key in owned.items():
+                self._arrive(key, uses[name])
+        except gram_rules.UnsupportedUse:
+            self.unreadable.update(owned.values())
+
+    def _by_vjp(self, module: nn.Module, a: torch.Tensor, b: torch.Tensor, names: list[str]):
+        self.paused = True
+        try:
+            return gram_rules.uses_by_vjp(module, a, b, names)
+        finally:
+            self.paused = False
+
+    def _arrive(self, key: int, use) -> None:
+        """Note one use; a tied head is contracted at once down to what the embedding's cross terms need."""
+        arrived = self.arrived.setdefault(key, [])
+        looked_up = self.looked_up.get(key, [])
+        if looked_up and isinstance(use, gram_rules.Outer):
+            if self.expected[key] != len(looked_up) + 1:
+                raise gram_rules.UnsupportedUse("an embedding tied to several heads")
+            self._add(key, gram_rules.outer_gram(use, self.budget))
+            self.heads[key] = gram_rules.tie(use, looked_up)
+        else:
+            arrived.append(use)
+        if len(arrived) + (key in self.heads) == self.expected[key]:
+            self._contract(key)
+
+    def _contract(self, key: int) -> None:
+        uses = self.arrived.pop(key)
+        if uses:
+            self._add(key, gram_rules.gram(uses, self.budget))
+        if key in self.heads and uses:
+            self._add(key, gram_rules.tied_cross_gram(uses, self.heads.pop(key), self.budget))
+
+    def _add(self, key: int, gram: torch.Tensor) -> None:
+        self.grams[key] = self.grams[key] + gram if key in self.grams else gram

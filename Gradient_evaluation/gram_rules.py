@@ -1,0 +1,243 @@
+"""How one layer's input and output gradient give its share of the score Gram.
+
+The gradient of sample i with respect to a parameter is a sum over the uses of that parameter in the forward
+pass. A use is held in factored form, never as a gradient of the parameter's size per sample:
+
+* Outer: a Linear layer, gradient_i = sum_t b_it a_it^T with input a and output gradient b;
+* Rows: an embedding, gradient_i[v] = sum over positions t whose id is v of b_it;
+* Dense: anything small (biases, norms), the per-sample gradient itself.
+
+``RULES`` maps an exact module class to the function that turns (module, input, output gradient) into uses; to
+teach this file a new layer, add one entry. ``uses_by_vjp`` serves every other module that maps a batch to a
+batch. ``gram`` contracts the uses of one parameter to Q[i, j] = <gradient_i, gradient_j>. Notation: B samples,
+T positions, d_in and d_out features. Products run in float32 or better and are summed in float64.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+
+class Outer(NamedTuple):
+    """gradient_i = sum_t b_it a_it^T, a: (B, T, d_in), b: (B, T, d_out); a Linear weight is (d_out, d_in)."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Rows(NamedTuple):
+    """gradient_i[v] = sum_{t: ids_it = v} b_it, ids: (B, T) int64 (negative: no gradient), b: (B, T, d)."""
+
+    ids: torch.Tensor
+    b: torch.Tensor
+
+
+class Dense(NamedTuple):
+    """The per-sample gradient g: (B, number of elements of the parameter)."""
+
+    g: torch.Tensor
+
+
+class UnsupportedUse(Exception):
+    """A parameter is used in a way these rules cannot contract; the exact fallback measures it."""
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """float32 or better."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _flat3(x: torch.Tensor) -> torch.Tensor:
+    """(B, ..., d) → (B, T, d)."""
+    return x.reshape(x.shape[0], -1, x.shape[-1])
+
+
+def linear_uses(module: nn.Linear, a: torch.Tensor, b: torch.Tensor) -> dict[str, Outer | Dense]:
+    a, b = _flat3(a), _flat3(b)
+    return {"weight": Outer(a, b), "bias": Dense(widen(b).sum(1))}
+
+
+def conv1d_uses(module: Conv1D, a: torch.Tensor, b: torch.Tensor) -> dict[str, Outer | Dense]:
+    """GPT-2's Conv1D is a Linear whose weight is stored (d_in, d_out)."""
+    a, b = _flat3(a), _flat3(b)
+    return {"weight": Outer(b, a), "bias": Dense(widen(b).sum(1))}
+
+
+def embedding_uses(module: nn.Embedding, ids: torch.Tensor, b: torch.Tensor) -> dict[str, Rows]:
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise UnsupportedUse("an embedding with max_norm, scale_grad_by_freq or sparse gradients")
+    if module.padding_idx is not None:
+        ids = ids.masked_fill(ids == module.padding_idx, -1)
+    return {"weight": Rows(ids.reshape(len(ids), -1), _flat3(b))}
+
+
+RULES = {nn.Linear: linear_uses, Conv1D: conv1d_uses, nn.Embedding: embedding_uses}
+
+
+def scaled_embedding_uses(module: nn.Embedding, ids: torch.Tensor, b: torch.Tensor) -> dict[str, Rows]:
+    """An embedding times the constant ``embed_scale`` (Gemma and others)."""
+    scale = torch.as_tensor(module.embed_scale, device=b.device).to(module.weight.dtype)
+    return embedding_uses(module, ids, b * scale)
+
+
+def is_scaled_embedding(module: nn.Module, ids: torch.Tensor, output: torch.Tensor) -> bool:
+    """Whether a subclass of Embedding did nothing but look up and multiply by its ``embed_scale``."""
+    if not isinstance(module, nn.Embedding) or not hasattr(module, "embed_scale"):
+        return False
+    scale = torch.as_tensor(module.embed_scale, device=output.device).to(module.weight.dtype)
+    with torch.no_grad():
+        expected = nn.functional.embedding(ids, module.weight) * scale
+    return scale.numel() == 1 and expected.shape == output.shape and torch.equal(expected, output.detach())
+
+
+def uses_by_vjp(module: nn.Module, a: torch.Tensor, b: torch.Tensor, names: list[str]) -> dict[str, Dense]:
+    """Per-sample gradients of ``names`` by vmap over the vector-Jacobian product of this module alone.
+
+    For any module whose input and single output lead with the batch dimension. The caller keeps its own hooks
+    from firing inside. Memory: B times the module's parameters.
+    """
+    state = {name: widen(p.detach()) if p.is_floating_point() else p for name, p in module.named_parameters()}
+    state |= dict(module.named_buffers())
+    wanted = {name: state.pop(name) for name in names}
+    if a.is_floating_point():
+        a = widen(a)
+
+    def gradient(a_i: torch.Tensor, b_i: torch.Tensor) -> dict[str, torch.Tensor]:
+        def run(parameters):
+            return torch.func.functional_call(module, {**state, **parameters}, (a_i.unsqueeze(0),)).squeeze(0)
+
+        output, pull_back = torch.func.vjp(run, wanted)
+        return pull_back(b_i.to(output.dtype))[0]
+
+    per_sample = torch.func.vmap(gradient)(a, b)
+    return {name: Dense(g.reshape(len(a), -1)) for name, g in per_sample.items()}
+
+
+def gram(uses: list[Outer | Rows | Dense], budget: int) -> torch.Tensor:
+    """Q (B, B) float64 of one parameter from all its uses. ``budget``: bytes for a temporary."""
+    kinds = {type(use) for use in uses}
+    if kinds == {Outer}:
+        return outer_gram(Outer(*(torch.cat(parts, 1) for parts in zip(*uses))), budget)
+    if kinds == {Rows}:
+        return rows_gram(_join_rows(uses), budget)
+    if kinds == {Dense}:
+        return dense_gram(sum(use.g for use in uses), budget)
+    raise UnsupportedUse("one parameter used by layers of different kinds")
+
+
+def _join_rows(uses: list[Rows]) -> Rows:
+    return Rows(*(torch.cat(parts, 1) for parts in zip(*uses)))
+
+
+def dense_gram(g: torch.Tensor, budget: int) -> torch.Tensor:
+    """G G^T in float64, over chunks of columns of g (B, n)."""
+    q = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
+    for part in g.split(max(1, budget // (len(g) * 4)), dim=1):
+        part = widen(part)
+        q += (part @ part.T).double()
+    return q
+
+
+def outer_gram(use: Outer, budget: int) -> torch.Tensor:
+    """<sum_t b_it a_it^T, sum_s b_js a_js^T>, by the cheaper of two exact ways (multiplications counted).
+
+    Per-sample gradients: B T d_in d_out + B^2 d_in d_out. "Ghost" products of inputs and of gradients:
+    (B T)^2 (d_in + d_out).
+    """
+    batch, length, d_in = use.a.shape
+    d_out = use.b.shape[-1]
+    ghost = (batch * length) ** 2 * (d_in + d_out)
+    materialised = batch * length * d_in * d_out + batch**2 * d_in * d_out
+    return ghost_gram(use, budget) if ghost < materialised else materialised_gram(use, budget)
+
+
+def materialised_gram(use: Outer, budget: int) -> torch.Tensor:
+    """``outer_gram`` through per-sample gradients, a chunk of rows of the weight at a time."""
+    batch, _, d_in = use.a.shape
+    a = widen(use.a)
+    q = torch.zeros(batch, batch, dtype=torch.float64, device=a.device)
+    for b in use.b.split(max(1, budget // (batch * d_in * 4)), dim=-1):
+        per_sample = torch.bmm(widen(b).transpose(1, 2), a).reshape(batch, -1)
+        q += (per_sample @ per_sample.T).double()
+    return q
+
+
+def ghost_gram(use: Outer, budget: int) -> torch.Tensor:
+    """``outer_gram`` as sum_{t,s} (a_it . a_js)(b_it . b_js), over the positions whose gradient is not 0."""
+    batch, length, _ = use.a.shape
+    a, b = widen(use.a).flatten(0, 1), widen(use.b).flatten(0, 1)
+    live = (b != 0).any(-1).nonzero().squeeze(-1)
+    a, b, sample = a[live], b[live], live // length
+    q = torch.zeros(batch, batch, dtype=torch.float64, device=a.device)
+    to_sample = torch.zeros(len(live), batch, dtype=a.dtype, device=a.device)
+    to_sample[torch.arange(len(live), device=a.device), sample] = 1.0
+    rows = max(1, budget // (4 * max(1, len(live))))
+    for start in range(0, len(live), rows):
+        part = slice(start, start + rows)
+        products = (a[part] @ a.T) * (b[part] @ b.T)
+        q += (to_sample[part].T @ (products @ to_sample)).double()
+    return q
+
+
+class _RowSums:
+    """Per-sample sums of a Rows use over equal ids: ``ids`` (U,) distinct, ``chunk`` → (B, U, d_chunk)."""
+
+    def __init__(self, use: Rows):
+        self.ids, place = torch.unique(use.ids, return_inverse=True)
+        self.batch, self.b, self.known = len(use.ids), use.b, self.ids >= 0
+        samples = torch.arange(self.batch, device=place.device).unsqueeze(1)
+        self.flat = (samples * len(self.ids) + place).flatten()
+
+    def chunk(self, columns: slice) -> torch.Tensor:
+        b = widen(self.b[..., columns])
+        sums = torch.zeros(self.batch * len(self.ids), b.shape[-1], dtype=b.dtype, device=b.device)
+        sums.index_add_(0, self.flat, b.flatten(0, 1))
+        return sums.view(self.batch, len(self.ids), -1) * self.known.view(1, -1, 1)
+
+
+def _column_chunks(width: int, bytes_per_column: int, budget: int) -> list[slice]:
+    step = max(1, budget // bytes_per_column)
+    return [slice(start, start + step) for start in range(0, width, step)]
+
+
+def rows_gram(use: Rows, budget: int) -> torch.Tensor:
+    """sum over ids v of (sum_{t: id_it = v} b_it) . (sum_{s: id_js = v} b_js)."""
+    sums = _RowSums(use)
+    q = torch.zeros(sums.batch, sums.batch, dtype=torch.float64, device=use.b.device)
+    for columns in _column_chunks(use.b.shape[-1], sums.batch * len(sums.ids) * 4, budget):
+        part = sums.chunk(columns).flatten(1)
+        q += (part @ part.T).double()
+    return q
+
+
+class TiedHead(NamedTuple):
+    """What the cross terms need of a Linear head that shares its weight with an embedding.
+
+    a: (B, R, d) its input; b: (B, R, U) its output gradient at the ids (U,) the embedding looked up.
+    """
+
+    ids: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+def tie(head: Outer, looked_up: list[torch.Tensor]) -> TiedHead:
+    """Keep of a head only the columns whose ids the embedding looked up (the rest cannot coincide)."""
+    ids = torch.unique(torch.cat([ids.flatten() for ids in looked_up]))
+    return TiedHead(ids, head.a, head.b[..., ids])
+
+
+def tied_cross_gram(embedding: list[Rows], head: TiedHead, budget: int) -> torch.Tensor:
+    """C + C^T with C[i, j] = sum_{t,s} b_js[id_it] (e_it . a_js): one weight, used as embedding and as head."""
+    use = _join_rows(embedding)
+    sums = _RowSums(use)
+    b = widen(head.b)[..., torch.searchsorted(head.ids, sums.ids.clamp(min=0)).clamp(max=len(head.ids) - 1)]
+    cross = torch.zeros(sums.batch, sums.batch, dtype=torch.float64, device=b.device)
+    for columns in _column_chunks(use.b.shape[-1], 2 * sums.batch * len(sums.ids) * 4, budget):
+        of_head = torch.bmm(b.transpose(1, 2), widen(head.a[..., columns]))
+        cross += (sums.chunk(columns).flatten(1) @ of_head.flatten(1).T).double()
+    return cross + cross.T

@@ -1,0 +1,224 @@
+"""The sampling law, exactly: continuations drawn from it and the log-probs of what was drawn.
+
+The score is unbiased only if log pi is the log-prob of the very distribution that produced the
+continuation. So one ``SamplingLaw`` serves both sides here: ``sample_continuations`` draws from it and
+``log_probs`` evaluates it. Nothing is read from the checkpoint's generation_config but its end-of-sequence
+ids; a hidden top_k, repetition_penalty or temperature there changes nothing.
+
+Random numbers are counter-based (``uniforms``): continuation number i of a prompt is the same whatever the
+batch size, the order of prompts, or how often the run was stopped. Half-precision models promise less: their
+logits move with the batch shape, so a draw next to a boundary can fall on the other side.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache
+
+COMPACT_BELOW = 0.75  # finished rows leave the batch once fewer than this share of it is still going
+
+
+@dataclass(frozen=True)
+class SamplingLaw:
+    """The distribution of a continuation: temperature, then top_k, then top_p, until EOS, stop or the limit.
+
+    temperature > 0; top_k = 0 keeps every token; top_p in (0, 1]; max_new_tokens >= 1; ``stop`` are strings
+    whose completion ends the continuation.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 32
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """One sampled continuation.
+
+    tokens: its token ids, the first end-of-sequence token included when there is one; ended: whether the last
+    token is that end-of-sequence token; text: the decoded text the reward reads (no special tokens, and only
+    what precedes a stop string).
+    """
+
+    tokens: tuple[int, ...]
+    ended: bool
+    text: str
+
+
+def eos_token_ids(model, tokenizer) -> tuple[int, ...]:
+    """All ids that end a continuation: those of the generation_config and the tokenizer's own, sorted."""
+    ids = set()
+    for named in (getattr(model.generation_config, "eos_token_id", None), tokenizer.eos_token_id):
+        if named is not None:
+            ids.update(named if isinstance(named, (list, tuple)) else [named])
+    return tuple(sorted(int(token) for token in ids))
+
+
+def uniforms(seed: int, script: str, prompt_id: int, first: int, count: int, length: int) -> np.ndarray:
+    """Uniform numbers in [0, 1) for continuations first .. first+count-1 → float64 (count, length).
+
+    One number per (seed, script, prompt id, continuation index, token position), from NumPy's Philox keyed by
+    seed, script and prompt with the continuation index in its counter. Different ``script`` names give
+    independent numbers, so an oracle value is never estimated from the continuations it is used on.
+    """
+    stream = int.from_bytes(hashlib.sha256(f"{seed}/{script}".encode()).digest()[:8], "little")
+    key = np.array([stream, prompt_id], dtype=np.uint64)
+    rows = []
+    for index in range(first, first + count):
+        counter = np.array([0, index, 0, 0], dtype=np.uint64)
+        rows.append(np.random.Generator(np.random.Philox(counter=counter, key=key)).random(length))
+    return np.stack(rows)
+
+
+def kept_tokens(logits: torch.Tensor, law: SamplingLaw) -> torch.Tensor | None:
+    """The tokens that top_k and top_p leave in the law → bool (..., vocabulary), None when all of them.
+
+    ``logits`` (..., vocabulary) are already divided by the temperature. The order (top_k, then top_p within
+    what is left) and the ties are those of transformers: every token as likely as the k-th stays; for top_p
+    the least likely tokens go as long as their summed probability is at most 1 - top_p, never the last one.
+    """
+    kept = None
+    if 0 < law.top_k < logits.shape[-1]:
+        kept = logits >= torch.topk(logits, law.top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(~kept, -torch.inf)
+    if law.top_p < 1.0:
+        ascending, order = torch.sort(logits, dim=-1, stable=True)
+        dropped = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - law.top_p
+        dropped[..., -1] = False
+        in_nucleus = torch.empty_like(dropped).scatter(-1, order, ~dropped)
+        kept = in_nucleus if kept is None else kept & in_nucleus
+    return kept
+
+
+def log_probs(logits: torch.Tensor, tokens: torch.Tensor, law: SamplingLaw) -> torch.Tensor:
+    """log pi(token) under the law, float32 or better, differentiable in the logits.
+
+    logits: (..., vocabulary) raw model outputs; tokens: (...) int64. The kept set is a constant to autograd
+    (its score has mean 0 all the same), and a sampled token that rounding would push out of it stays in.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / law.temperature
+    index = tokens.unsqueeze(-1)
+    with torch.no_grad():
+        kept = kept_tokens(logits, law)
+        if kept is not None:
+            removed = ~kept.scatter(-1, index, True)
+    if kept is not None:
+        logits = logits.masked_fill(removed, -torch.inf)
+    return logits.gather(-1, index).squeeze(-1) - logits.logsumexp(dim=-1)
+
+
+def draw_tokens(logits: torch.Tensor, u: torch.Tensor, law: SamplingLaw) -> torch.Tensor:
+    """Inverse-CDF draw: logits (n, vocabulary), u (n,) float64 in [0, 1) → token ids (n,) int64."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / law.temperature
+    kept = kept_tokens(logits, law)
+    if kept is not None:
+        logits = logits.masked_fill(~kept, -torch.inf)
+    cdf = logits.softmax(dim=-1).to(torch.float64).cumsum(dim=-1)
+    # The first token whose cumulated mass exceeds u * total has positive probability, since u * total < total.
+    target = (u * cdf[:, -1]).clamp(max=torch.nextafter(cdf[:, -1], cdf.new_zeros(())))
+    return torch.searchsorted(cdf, target.unsqueeze(-1), right=True).squeeze(-1)
+
+
+@torch.inference_mode()
+def sample_continuations(model, tokenizer, prompt_ids: Sequence[int], u: np.ndarray, law: SamplingLaw,
+                         batch_size: int) -> list[Continuation]:
+    """Draw one continuation per row of u, at most ``batch_size`` at a time.
+
+    prompt_ids: token ids of the prompt; u: float64 (n, law.max_new_tokens) from ``uniforms``. The prompt is
+    run once; its cache is copied to every batch. Raises FloatingPointError when a logit is not finite.
+    """
+    device = model.device
+    eos = eos_token_ids(model, tokenizer)
+    prompt = torch.tensor([list(prompt_ids)], device=device)
+    prefill = model(input_ids=prompt, attention_mask=torch.ones_like(prompt), use_cache=True, logits_to_keep=1)
+    drawn = []
+    for start in range(0, len(u), batch_size):
+        rows_u = torch.from_numpy(u[start:start + batch_size]).to(device)
+        cache = copy.deepcopy(prefill.past_key_values) if isinstance(prefill.past_key_values, Cache) else None
+        drawn += _decode(model, tokenizer, prompt, prefill.logits[:, -1], cache, rows_u, law, eos)
+    return drawn
+
+
+def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos) -> list[Continuation]:
+    """One batch of ``sample_continuations``: decode until every row has ended or reached the limit."""
+    n, limit = u.shape
+    eos_tensor = torch.tensor(eos, dtype=torch.int64, device=u.device)
+    tokens = torch.zeros(n, limit, dtype=torch.int64, device=u.device)
+    ended = torch.zeros(n, dtype=torch.bool, device=u.device)
+    rows = torch.arange(n, device=u.device)
+    logits = first_logits.expand(n, -1)
+    if cache is not None:
+        cache.reorder_cache(torch.zeros_like(rows))
+    # Looking at ``ended`` makes the host wait for a GPU; a few decoded tokens too many cost less.
+    check_every = 1 if u.device.type == "cpu" else 4
+    finite = torch.ones((), dtype=torch.bool, device=u.device)
+    for position in range(limit):
+        finite &= ~torch.isnan(logits).any() & (logits < torch.inf).all()
+        step = draw_tokens(logits, u[rows, position], law)
+        tokens[rows, position] = step
+        ended[rows] |= torch.isin(step, eos_tensor)
+        if position + 1 == limit:
+            break
+        if (position + 1) % check_every == 0:
+            _mark_stopped(tokenizer, tokens[:, :position + 1], ended, law.stop)
+            going = ~ended[rows]
+            count = int(going.sum())
+            if count == 0:
+                break
+            if count < COMPACT_BELOW * len(rows):
+                rows, step = rows[going], step[going]
+                if cache is not None:
+                    cache.reorder_cache(going.nonzero().squeeze(-1))
+        logits, cache = _next_logits(model, prompt, tokens[rows, :position + 1], cache)
+    if not finite:
+        raise FloatingPointError("the model's logits are not finite")
+    return [_continuation(tokenizer, row, eos, law.stop) for row in tokens[:, :position + 1].tolist()]
+
+
+def _next_logits(model, prompt, so_far, cache):
+    """Logits (rows, vocabulary) after ``so_far`` (rows, t) and the grown cache; without one, the whole again."""
+    if cache is None:
+        whole = torch.cat([prompt.expand(len(so_far), -1), so_far], dim=1)
+        output = model(input_ids=whole, attention_mask=torch.ones_like(whole), use_cache=False, logits_to_keep=1)
+        return output.logits[:, -1], None
+    seen = torch.ones(len(so_far), prompt.shape[1] + so_far.shape[1], dtype=torch.int64, device=prompt.device)
+    output = model(input_ids=so_far[:, -1:], attention_mask=seen, past_key_values=cache, use_cache=True,
+                   logits_to_keep=1)
+    return output.logits[:, -1], output.past_key_values
+
+
+def decode_text(tokenizer, tokens: Sequence[int]) -> str:
+    """The text of token ids without special tokens, spaces as they are."""
+    return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def _mark_stopped(tokenizer, tokens, ended, stop: Sequence[str]) -> None:
+    """Set ``ended`` where the text of a row still going contains a stop string."""
+    if not stop:
+        return
+    for row in (~ended).nonzero().squeeze(-1).tolist():
+        text = decode_text(tokenizer, tokens[row].tolist())
+        ended[row] = any(string in text for string in stop)
+
+
+def _continuation(tokenizer, row: list[int], eos: Sequence[int], stop: Sequence[str]) -> Continuation:
+    """Cut a decoded row after its first end-of-sequence token or the token that completes a stop string."""
+    end = next((i + 1 for i, token in enumerate(row) if token in eos), None)
+    tokens = row if end is None else row[:end]
+    text = decode_text(tokenizer, tokens if end is None else tokens[:-1])
+    if not any(string in text for string in stop):
+        return Continuation(tuple(tokens), end is not None, text)
+    for length in range(1, len(tokens) + 1):
+        text = decode_text(tokenizer, tokens[:length])
+        places = [text.find(string) for string in stop if string in text]
+        if places:
+            return Continuation(tuple(tokens[:length]), False, text[:min(places)])
+    raise AssertionError("a stop string of the whole text is in no prefix of it")

@@ -1,0 +1,241 @@
+"""The score Gram of a block of continuations: one forward, one backward, nothing parameter-sized.
+
+Every estimator of interest is linear in the scores g_i = grad log pi(Y_i | x), so all its second moments are
+functions of the rewards and of Q[i, j] = <g_i, g_j>. ``ScoreGram.block`` builds Q (B, B) for B continuations
+of one prompt from a single backward of sum_i log pi(Y_i | x): samples do not interact in a forward pass, so a
+layer's output gradient carries each sample's own share, and gram_rules.py contracts it with the layer's input
+as soon as it arrives. Parameters are frozen; only activations carry gradients.
+
+What the rules cannot read (fused experts, a parameter used outside its module, ...) is measured exactly by
+one backward per sample for those parameters alone, in slices; this is said once with its cost. ``audit``
+compares, parameter by parameter, with one ordinary backward.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from Gradient_evaluation import gram_rules
+from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.gram_capture import GramCapture
+from Gradient_evaluation.sampling import Continuation, SamplingLaw, log_probs
+
+# Relative error allowed between w^T Q w and an ordinary backward, by the model's dtype (some models compute
+# their norms in float32 whatever their dtype, so float64 is held to 1e-6 only).
+AUDIT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one block gives. gram: (B, B) float64; log_probs: (B,) float64; lengths: (B,) scored tokens."""
+
+    gram: np.ndarray
+    log_probs: np.ndarray
+    lengths: np.ndarray
+
+
+class ScoreGram:
+    """Builds score Grams of one model. Freezes the model's parameters for good.
+
+    model: a causal language model in eval mode; the parameters measured are those with requires_grad (under
+    LoRA only the adapters). law: the sampling law whose log-probs are differentiated. scoring: "exact", or
+    "published" for the paper's released evaluation (full softmax at temperature 1, end-of-sequence left out).
+    budget: bytes of a temporary while a layer is contracted.
+    """
+
+    def __init__(self, model: nn.Module, law: SamplingLaw, scoring: str = "exact", budget: int = 64 * 2**20):
+        self.model = model.eval()
+        self.law = law if scoring == "exact" else SamplingLaw()
+        self.score_eos = scoring == "exact"
+        self.budget = budget
+        self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        self.parameters = {id(p): p for p in model.parameters() if p.requires_grad}
+        if not self.parameters:
+            raise UserError("the model has no parameter with requires_grad: nothing to measure")
+        self.takes_positions = "position_ids" in inspect.signature(_innermost(model).forward).parameters
+        self._said: set[str] = set()
+        for p in self.parameters.values():
+            p.requires_grad_(False)
+
+    def block(self, prompt_ids: Sequence[int], continuations: Sequence[Continuation]) -> Block:
+        """Gram, log-probs and scored lengths of the continuations (at least one) of one prompt.
+
+        Raises FloatingPointError when a log-prob or the Gram is not finite.
+        """
+        by_parameter, log_probs_of_rows = self._grams(prompt_ids, continuations)
+        gram = sum(by_parameter.values()).cpu().numpy()
+        values = log_probs_of_rows.double().cpu().numpy()
+        if not (np.isfinite(gram).all() and np.isfinite(values).all()):
+            raise FloatingPointError("a log-prob or a score product is not finite")
+        return Block(gram, values, np.array([self._scored_length(c) for c in continuations]))
+
+    def audit(self, prompt_ids: Sequence[int], continuations: Sequence[Continuation], seed: int = 0) -> dict:
+        """Compare every parameter's Gram with one ordinary backward → {"parameters", "max_relative_error", ...}.
+
+        For random signs w, w^T Q_p w must equal ||grad_p sum_i w_i log pi_i||^2 for each parameter p; the error
+        is relative to the larger of that and tr Q_p, or to the dtype's rounding of the whole tr Q where both are
+        below it (a key bias without rotary positions has gradient 0). Each gradient is reduced and freed as it
+        arrives. Raises UserError naming the module when an error exceeds the dtype's tolerance.
+        """
+        by_parameter, _ = self._grams(prompt_ids, continuations)
+        signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=len(continuations))
+        truth = self._ordinary_backward(prompt_ids, continuations, signs)
+        w = torch.from_numpy(signs)
+        dtypes = {p.dtype for p in self.parameters.values()}
+        tolerance = max(AUDIT_TOLERANCE[dtype] for dtype in dtypes)
+        rounding = max(torch.finfo(dtype).eps for dtype in dtypes)
+        negligible = rounding * sum(float(q.trace()) for q in by_parameter.values())
+        errors = {}
+        for key, name in self.names.items():
+            q = by_parameter[key].cpu()
+            scale = max(truth[key], float(q.trace()), negligible)
+            errors[name] = abs(float(w @ q @ w) - truth[key]) / scale if scale > 0 else 0.0
+        worst = max(errors, key=errors.get)
+        if not errors[worst] <= tolerance:
+            raise UserError(f"self-audit of the score Gram: {worst} is off by {errors[worst]:.1e} of its squared "
+                            f"gradient norm (allowed {tolerance:.0e}); this architecture is not measured right, "
+                            "please report it")
+        return {"parameters": len(errors), "max_relative_error": errors[worst], "worst_parameter": worst,
+                "tolerance": tolerance}
+
+    # -- the forward pass --------------------------------------------------------------------------------
+
+    def _scored_length(self, continuation: Continuation) -> int:
+        return len(continuation.tokens) - (continuation.ended and not self.score_eos)
+
+    def _log_probs(self, prompt_ids, continuations) -> torch.Tensor:
+        """log pi(Y_i | x) (B,), with its graph. Rows are padded on the right and masked by position."""
+        device = self.model.device
+        longest = max(len(c.tokens) for c in continuations)
+        targets = torch.zeros(len(continuations), longest, dtype=torch.int64)
+        scored = torch.zeros(len(continuations), longest, dtype=torch.bool)
+        for row, continuation in enumerate(continuations):
+            targets[row, :len(continuation.tokens)] = torch.tensor(continuation.tokens)
+            scored[row, :self._scored_length(continuation)] = True
+        targets, scored = targets.to(device), scored.to(device)
+        prompt = torch.tensor([list(prompt_ids)], device=device).expand(len(continuations), -1)
+        inputs = torch.cat([prompt, targets[:, :-1]], dim=1)
+        settings = {"use_cache": False, "logits_to_keep": longest, "attention_mask": torch.ones_like(inputs)}
+        if self.takes_positions:  # one row each, so that learned positions keep a gradient per sample
+            settings["position_ids"] = torch.arange(inputs.shape[1], device=device).expand_as(inputs)
+        logits = self.model(input_ids=inputs, **settings).logits
+        return log_probs(logits, targets, self.law).masked_fill(~scored, 0.0).sum(dim=1)
+
+    # -- the Gram ----------------------------------------------------------------------------------------
+
+    def _grams(self, prompt_ids, continuations) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
+        """({id of parameter: Q_p (B, B) float64}, log-probs (B,))."""
+        longest = max(len(c.tokens) for c in continuations)
+        lengths = {longest, len(prompt_ids) + longest - 1}
+        capture = GramCapture(self.model, self.parameters, len(continuations), lengths, self.budget)
+        with capture, torch.enable_grad():
+            values = self._log_probs(prompt_ids, continuations)
+            if values.requires_grad:
+                values.sum().backward()
+        grams = capture.finish()
+        missing = [key for key in self.parameters if key not in grams]
+        if missing:
+            grams |= self._fallback(prompt_ids, continuations, missing)
+        return grams, values.detach()
+
+    def _fallback(self, prompt_ids, continuations, keys) -> dict[int, torch.Tensor]:
+        """Exact Grams of the parameters the rules cannot read: one backward per sample, in slices."""
+        n, device = len(continuations), self.model.device
+        grams = {key: torch.zeros(n, n, dtype=torch.float64, device=device) for key in keys}
+        used = self._used(prompt_ids, continuations, keys)
+        size = sum(self.parameters[key].numel() for key in used)
+        slices = list(_slices([(key, self.parameters[key].numel()) for key in used], self.budget // (4 * n)))
+        self._say_fallback(used, size, len(slices))
+        for parts in slices:
+            rows = [torch.empty(n, stop - start, device=device,
+                                dtype=torch.promote_types(self.parameters[key].dtype, torch.float32))
+                    for key, start, stop in parts]
+            wanted = [self.parameters[key] for key, _, _ in parts]
+            for i, continuation in enumerate(continuations):
+                with _requires_grad(wanted), torch.enable_grad():
+                    value = self._log_probs(prompt_ids, [continuation]).sum()
+                    gradients = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
+                for row, gradient, (_, start, stop) in zip(rows, gradients, parts):
+                    row[i] = gradient.flatten()[start:stop]
+            for row, (key, _, _) in zip(rows, parts):
+                grams[key] += gram_rules.dense_gram(row, self.budget)
+        return grams
+
+    def _used(self, prompt_ids, continuations, keys) -> list[int]:
+        """Those of the parameters that the log-probs depend on at all (a vision tower, say, is not)."""
+        wanted = [self.parameters[key] for key in keys]
+        with _requires_grad(wanted), torch.enable_grad():
+            value = self._log_probs(prompt_ids, continuations).sum()
+            if not value.requires_grad:
+                return []
+            gradients = torch.autograd.grad(value, wanted, allow_unused=True)
+        return [key for key, gradient in zip(keys, gradients) if gradient is not None]
+
+    def _say_fallback(self, keys: list[int], size: int, passes: int) -> None:
+        new = [self.names[key] for key in keys if self.names[key] not in self._said]
+        if new:
+            self._said.update(new)
+            print(f"note: {len(keys)} parameters ({size:,} elements; the first is {new[0]}) are of a kind the Gram "
+                  f"rules do not read; measured exactly at {passes} extra backward pass(es) per continuation",
+                  file=sys.stderr)
+
+    def _ordinary_backward(self, prompt_ids, continuations, signs: np.ndarray) -> dict[int, float]:
+        """{id of parameter: ||grad sum_i w_i log pi_i||^2}, each gradient freed once it is reduced."""
+        norms = dict.fromkeys(self.parameters, 0.0)
+
+        def reduce(p: nn.Parameter) -> None:
+            norms[id(p)] = float(gram_rules.widen(p.grad).double().square().sum())
+            p.grad = None
+
+        with _requires_grad(self.parameters.values()), torch.enable_grad():
+            hooks = [p.register_post_accumulate_grad_hook(reduce) for p in self.parameters.values()]
+            try:
+                values = self._log_probs(prompt_ids, continuations)
+                (values * torch.from_numpy(signs).to(values)).sum().backward()
+            finally:
+                for hook in hooks:
+                    hook.remove()
+        return norms
+
+
+def _innermost(model: nn.Module) -> nn.Module:
+    """The model under a PEFT wrapper, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+@contextmanager
+def _requires_grad(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let the parameters collect gradients inside the block only."""
+    parameters = list(parameters)
+    for p in parameters:
+        p.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for p in parameters:
+            p.requires_grad_(False)
+
+
+def _slices(sizes: list[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut parameters [(key, elements)] into lists of (key, start, stop) of at most ``most`` elements each."""
+    most, parts, room = max(1, most), [], max(1, most)
+    for key, size in sizes:
+        start = 0
+        while start < size:
+            stop = min(size, start + room)
+            parts.append((key, start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield parts
+                parts, room = [], most
+    if parts:
+        yield parts
