@@ -82,8 +82,9 @@ def kept_tokens(logits: torch.Tensor, law: SamplingLaw) -> torch.Tensor | None:
     """The tokens that top_k and top_p leave in the law → bool (..., vocabulary), None when all of them.
 
     ``logits`` (..., vocabulary) are already divided by the temperature. The order (top_k, then top_p within
-    what is left) and the ties are those of transformers: every token as likely as the k-th stays; for top_p
+    what is left) and the rules are those of transformers: every token as likely as the k-th stays; for top_p
     the least likely tokens go as long as their summed probability is at most 1 - top_p, never the last one.
+    Of equally likely tokens the lower id goes first (transformers leaves that to an unstable sort).
     """
     kept = None
     if 0 < law.top_k < logits.shape[-1]:
@@ -124,7 +125,8 @@ def draw_tokens(logits: torch.Tensor, u: torch.Tensor, law: SamplingLaw) -> torc
     cdf = logits.softmax(dim=-1).to(torch.float64).cumsum(dim=-1)
     # The first token whose cumulated mass exceeds u * total has positive probability, since u * total < total.
     target = (u * cdf[:, -1]).clamp(max=torch.nextafter(cdf[:, -1], cdf.new_zeros(())))
-    return torch.searchsorted(cdf, target.unsqueeze(-1), right=True).squeeze(-1)
+    drawn = torch.searchsorted(cdf, target.unsqueeze(-1), right=True).squeeze(-1)
+    return drawn.clamp(max=logits.shape[-1] - 1)  # logits that are not finite are the caller's to report
 
 
 @torch.inference_mode()
@@ -139,10 +141,11 @@ def sample_continuations(model, tokenizer, prompt_ids: Sequence[int], u: np.ndar
     eos = eos_token_ids(model, tokenizer)
     prompt = torch.tensor([list(prompt_ids)], device=device)
     prefill = model(input_ids=prompt, attention_mask=torch.ones_like(prompt), use_cache=True, logits_to_keep=1)
+    prompt_cache = getattr(prefill, "past_key_values", None)
     drawn = []
     for start in range(0, len(u), batch_size):
         rows_u = torch.from_numpy(u[start:start + batch_size]).to(device)
-        cache = copy.deepcopy(prefill.past_key_values) if isinstance(prefill.past_key_values, Cache) else None
+        cache = copy.deepcopy(prompt_cache) if isinstance(prompt_cache, Cache) else None
         drawn += _decode(model, tokenizer, prompt, prefill.logits[:, -1], cache, rows_u, law, eos)
     return drawn
 

@@ -1,0 +1,179 @@
+"""The sampling law: what is drawn, what its log-probs are, and what may not change either."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import enumerable_policy, enumerate_outcomes, tiny_model, tiny_tokenizer
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from Gradient_evaluation.sampling import (SamplingLaw, eos_token_ids, kept_tokens, log_probs, sample_continuations,
+                                          uniforms)
+
+PROMPT = [1, 3, 2]
+LAWS = {
+    "neutral": SamplingLaw(max_new_tokens=3),
+    "temperature": SamplingLaw(temperature=0.6, max_new_tokens=3),
+    "top_k": SamplingLaw(top_k=3, max_new_tokens=3),
+    "top_p": SamplingLaw(top_p=0.8, max_new_tokens=3),
+    "all": SamplingLaw(temperature=1.4, top_k=4, top_p=0.85, max_new_tokens=3),
+}
+
+
+def draw(model, law, n, seed=0, batch_size=64, prompt=PROMPT, tokenizer=None):
+    u = uniforms(seed, "oracle", 7, 0, n, law.max_new_tokens)
+    return sample_continuations(model, tokenizer or tiny_tokenizer(), prompt, u, law, batch_size)
+
+
+def frequencies_agree(drawn, outcomes):
+    """Every outcome's frequency lies within 4.5 standard errors of its probability, none is impossible."""
+    n = len(drawn)
+    counts = {}
+    for c in drawn:
+        counts[c.tokens] = counts.get(c.tokens, 0) + 1
+    assert set(counts) <= {o.tokens for o in outcomes}
+    for o in outcomes:
+        error = np.sqrt(o.probability * (1 - o.probability) / n) + 0.5 / n
+        assert abs(counts.get(o.tokens, 0) / n - o.probability) < 4.5 * error
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+def test_frequencies_are_those_of_the_law_by_enumeration(law):
+    model = enumerable_policy()
+    outcomes = enumerate_outcomes(model, PROMPT, law)
+    assert sum(o.probability for o in outcomes) == pytest.approx(1.0, abs=1e-12)
+    frequencies_agree(draw(model, law, 4000, batch_size=2000), outcomes)
+
+
+def test_hidden_generation_defaults_change_nothing():
+    law, model = LAWS["top_p"], enumerable_policy()
+    plain = draw(model, law, 500)
+    model.generation_config.update(top_k=1, repetition_penalty=1.7, temperature=0.2, top_p=0.1, do_sample=True)
+    assert draw(model, law, 500) == plain
+    frequencies_agree(draw(model, law, 4000, batch_size=2000), enumerate_outcomes(model, PROMPT, law))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma3_text"])
+def test_continuations_do_not_depend_on_the_batch_size(family):
+    model = tiny_model(family, dtype=torch.float32)
+    law = SamplingLaw(top_p=0.9, max_new_tokens=12)
+    words = ("<pad>", "<bos>", "<eos>", *map(str, range(37)))
+    tokenizer = tiny_tokenizer(words)
+    one = draw(model, law, 33, batch_size=1, tokenizer=tokenizer)
+    assert one == draw(model, law, 33, batch_size=33, tokenizer=tokenizer)
+    assert one == draw(model, law, 33, batch_size=7, tokenizer=tokenizer)
+    assert len({len(c.tokens) for c in one}) > 2  # rows did end at different times
+
+
+@pytest.mark.parametrize("family,settings", [("mamba", {}), ("jamba", dict(attn_layer_period=2, attn_layer_offset=1,
+                                                                            num_experts=2, use_mamba_kernels=False))])
+def test_models_with_recurrent_state_draw_what_one_by_one_draws(family, settings):
+    model = tiny_model(family, dtype=torch.float32, **settings)
+    law = SamplingLaw(max_new_tokens=8)
+    tokenizer = tiny_tokenizer(("<pad>", "<bos>", "<eos>", *map(str, range(37))))
+    assert draw(model, law, 12, batch_size=12, tokenizer=tokenizer) == draw(model, law, 12, batch_size=1,
+                                                                           tokenizer=tokenizer)
+
+
+def test_a_random_number_belongs_to_its_seed_script_prompt_index_and_position():
+    whole = uniforms(3, "oracle", 11, 0, 6, 5)
+    assert (whole[2:5] == uniforms(3, "oracle", 11, 2, 3, 5)).all()
+    assert (whole[:, :2] == uniforms(3, "oracle", 11, 0, 6, 2)).all()
+    others = [uniforms(4, "oracle", 11, 0, 6, 5), uniforms(3, "tracecov", 11, 0, 6, 5),
+              uniforms(3, "oracle", 12, 0, 6, 5)]
+    values = np.concatenate([whole.ravel(), *(other.ravel() for other in others)])
+    assert len(set(values)) == len(values)
+    assert (uniforms(3, "oracle", 2**64 - 1, 0, 1, 1) < 1).all()  # prompt ids use all 64 bits
+
+
+def test_random_numbers_are_uniform_and_uncorrelated_between_scripts():
+    a, b = uniforms(0, "oracle", 5, 0, 400, 50), uniforms(0, "tracecov", 5, 0, 400, 50)
+    assert abs(a.mean() - 0.5) < 5 * np.sqrt(1 / 12 / a.size)
+    assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5 / np.sqrt(a.size)
+    assert abs(np.corrcoef(a[:-1].ravel(), a[1:].ravel())[0, 1]) < 5 / np.sqrt(a.size)
+
+
+@pytest.mark.parametrize("top_k,top_p", [(0, 0.9), (5, 1.0), (5, 0.7), (1, 1.0), (0, 1e-6), (100, 0.999)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_kept_set_is_that_of_transformers(top_k, top_p, ties):
+    logits = 2 * torch.randn(200, 30, generator=torch.Generator().manual_seed(0))
+    scores = logits = logits.round() if ties else logits
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    kept = kept_tokens(logits, SamplingLaw(top_k=top_k, top_p=top_p))
+    kept = torch.ones_like(logits, dtype=torch.bool) if kept is None else kept
+    if not ties:
+        assert (kept == (scores > -torch.inf)).all()
+    # Which of equally likely tokens top_p drops is left to an unstable sort there; how many it drops is not.
+    keep = lambda mask: torch.sort(logits.masked_fill(~mask, -torch.inf)).values  # noqa: E731
+    assert (keep(kept) == keep(scores > -torch.inf)).all()
+    if top_p == 1.0:
+        assert (kept == (scores > -torch.inf)).all()
+
+
+def test_log_probs_at_a_temperature_are_those_of_the_divided_logits():
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+    tokens = torch.tensor([0, 3, 8, 5])
+    expected = (logits / 0.6).log_softmax(-1)[torch.arange(4), tokens]
+    torch.testing.assert_close(log_probs(logits, tokens, SamplingLaw(temperature=0.6)), expected)
+
+
+def test_probabilities_sum_to_one_over_the_nucleus():
+    logits = torch.randn(9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    law = SamplingLaw(top_p=0.7, top_k=6)
+    kept = kept_tokens(logits[None], law)[0].nonzero().squeeze(-1)
+    values = log_probs(logits.expand(len(kept), -1), kept, law)
+    assert float(values.exp().sum()) == pytest.approx(1.0, abs=1e-12)
+    assert len(kept) < 9
+
+
+def test_a_token_that_rounding_pushed_out_of_the_nucleus_stays_in():
+    logits = torch.tensor([[4.0, 3.0, -2.0]])
+    value = log_probs(logits, torch.tensor([2]), SamplingLaw(top_p=0.5))
+    assert torch.isfinite(value).all()
+    assert float(value) == pytest.approx(-2 - np.logaddexp(4.0, -2.0), abs=1e-6)
+
+
+def test_either_of_two_end_ids_ends_a_continuation_and_is_part_of_it_once():
+    model = enumerable_policy()
+    model.generation_config.eos_token_id = [0, 3]
+    law = SamplingLaw(max_new_tokens=4)
+    assert eos_token_ids(model, tiny_tokenizer()) == (0, 3)
+    drawn = draw(model, law, 400)
+    assert {c.tokens[-1] for c in drawn if c.ended} == {0, 3}
+    for c in drawn:
+        assert c.ended == (c.tokens[-1] in (0, 3))
+        assert not set(c.tokens[:-1]) & {0, 3}
+        assert c.ended or len(c.tokens) == 4
+    frequencies_agree(draw(model, law, 4000, batch_size=2000), enumerate_outcomes(model, PROMPT, law, eos=(0, 3)))
+
+
+def test_a_stop_string_ends_with_the_token_that_completes_it_and_the_text_ends_before_it():
+    model, tokenizer = enumerable_policy(), tiny_tokenizer()
+    free = draw(model, SamplingLaw(max_new_tokens=6), 300)
+    stopped = draw(model, SamplingLaw(max_new_tokens=6, stop=("13", "2-")), 300)
+    hits = 0
+    for a, b in zip(free, stopped):
+        ends = [a.text.find(s) + 2 for s in ("13", "2-") if s in a.text]
+        if not ends:
+            assert a == b
+            continue
+        hits += 1
+        assert b.tokens == a.tokens[:min(ends)] and not b.ended
+        assert b.text == a.text[:min(ends) - 2]
+        assert tokenizer.decode(list(b.tokens)).endswith(("13", "2-"))
+    assert hits > 20
+
+
+def test_text_leaves_out_the_end_of_sequence():
+    for c in draw(enumerable_policy(), SamplingLaw(max_new_tokens=3), 50):
+        assert c.text == "".join("?123-"[t] for t in c.tokens if t)
+
+
+def test_logits_that_are_not_finite_stop_the_run():
+    model = enumerable_policy()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[2].fill_(torch.nan)
+    with pytest.raises(FloatingPointError):
+        draw(model, SamplingLaw(max_new_tokens=3), 4)

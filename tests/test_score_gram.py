@@ -1,0 +1,216 @@
+"""The score Gram equals per-sample autograd, whatever the family, the padding, the chunking and the ties."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import (FAMILIES, enumerable_policy, enumerate_outcomes, float_means_double, per_sample_scores,
+                         random_continuations, tiny_model)
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from Gradient_evaluation import gram_rules
+from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.sampling import Continuation, SamplingLaw
+from Gradient_evaluation.score_gram import ScoreGram
+
+PROMPT = [1, 5, 9, 5, 0, 2, 7]  # a repeated id, the pad id and the end-of-sequence id among them
+LAW = SamplingLaw(temperature=0.8, max_new_tokens=6)  # random tokens are possible under it; top_k and top_p come below
+LENGTHS = (3, 6, 1, 5)
+
+
+def relative_error(model, continuations, law=LAW, prompt=PROMPT, **settings):
+    scores = per_sample_scores(model, prompt, continuations, law)
+    block = ScoreGram(model, law, **settings).block(prompt, continuations)
+    truth = (scores @ scores.T).numpy()
+    return np.abs(block.gram - truth).max() / np.abs(truth).max()
+
+
+TIES = [(family, tied) for family in FAMILIES for tied in (False, True)]
+
+
+@pytest.mark.parametrize("family,tied", TIES)
+def test_gram_equals_per_sample_autograd_in_float64(family, tied):
+    with float_means_double():
+        model = tiny_model(family, tie_word_embeddings=tied)
+        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+        assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
+
+
+@pytest.mark.parametrize("family,tied", TIES)
+def test_audit_finds_every_parameter_right_in_float64(family, tied):
+    with float_means_double():
+        model = tiny_model(family, tie_word_embeddings=tied)
+        count = len(list(model.parameters()))
+        audit = ScoreGram(model, LAW).audit(PROMPT, random_continuations(0, LENGTHS))
+    assert audit["parameters"] == count
+    assert audit["max_relative_error"] < 1e-9
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gram_equals_per_sample_autograd_in_float32_to_1e_4(family):
+    exact, single = tiny_model(family), tiny_model(family, dtype=torch.float32)
+    single.load_state_dict(exact.state_dict())
+    continuations = random_continuations(0, LENGTHS)
+    scores = per_sample_scores(exact, PROMPT, continuations, LAW)
+    truth = (scores @ scores.T).numpy()
+    gram = ScoreGram(single, LAW).block(PROMPT, continuations).gram
+    assert np.abs(gram - truth).max() < 1e-4 * np.abs(truth).max()
+
+
+def test_fused_experts_and_flattened_routers_are_measured_by_the_exact_fallback(capsys):
+    model = tiny_model("mixtral", num_local_experts=3, num_experts_per_tok=2)
+    assert relative_error(model, random_continuations(0, LENGTHS), budget=20_000) < 1e-9
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "backward" in said and "model.layers.0.mlp.gate.weight" in said
+
+
+def test_a_weight_used_outside_its_module_is_never_left_out():
+    class Borrowed(nn.Module):  # uses the weight of a module that is never called
+        def __init__(self, owner):
+            super().__init__()
+            self.owner = owner
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.owner.weight)
+
+    model = tiny_model("qwen2")
+    model.model.layers[0].mlp.up_proj = Borrowed(model.model.layers[0].mlp.up_proj)
+    assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
+
+
+def test_a_layer_called_twice_has_the_sum_of_its_gradients():
+    model = tiny_model("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    model.model.layers[1].input_layernorm = model.model.layers[0].input_layernorm
+    assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
+
+
+def test_only_parameters_that_require_grad_are_measured():
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    for name, p in model.named_parameters():
+        p.requires_grad_("layers.1.self_attn" in name or name.endswith("norm.weight"))
+    assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
+
+
+def test_a_padding_row_of_the_embedding_has_no_gradient():
+    model = tiny_model("llama", pad_token_id=5)  # 5 is in the prompt twice
+    assert model.get_input_embeddings().padding_idx == 5
+    assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
+
+
+@pytest.mark.parametrize("budget", [1, 3000])
+def test_chunks_of_any_size_give_the_same_gram(budget):
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    continuations = random_continuations(0, LENGTHS)
+    whole, parts = (ScoreGram(m, LAW, budget=b).block(PROMPT, continuations).gram
+                    for m, b in ((model, 2**26), (tiny_model("qwen2", tie_word_embeddings=True), budget)))
+    np.testing.assert_allclose(parts, whole, rtol=1e-12)
+
+
+def test_the_two_ways_to_contract_a_linear_layer_agree():
+    a, b = (torch.randn(3, 4, d, dtype=torch.float64, generator=torch.Generator().manual_seed(d)) for d in (5, 6))
+    b[1, 2:] = 0
+    truth = torch.einsum("bto,bti->boi", b, a).flatten(1)
+    for contract in (gram_rules.ghost_gram, gram_rules.materialised_gram):
+        torch.testing.assert_close(contract(gram_rules.Outer(a, b), 64), truth @ truth.T)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_log_probs_of_a_padded_batch_are_those_of_one_by_one(family):
+    model = tiny_model(family)
+    continuations = random_continuations(0, LENGTHS)
+    gram = ScoreGram(model, LAW)
+    together = gram.block(PROMPT, continuations).log_probs
+    alone = [gram.block(PROMPT, [c]).log_probs[0] for c in continuations]
+    np.testing.assert_allclose(together, alone, rtol=1e-12)
+
+
+def as_continuations(outcomes):
+    return [Continuation(o.tokens, o.ended, "") for o in outcomes]
+
+
+LAWS = [SamplingLaw(max_new_tokens=3), SamplingLaw(temperature=1.4, top_k=4, top_p=0.9, max_new_tokens=3)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("law", LAWS, ids=["neutral", "temperature, top_k and top_p"])
+def test_exact_scoring_scores_every_outcome_by_its_probability_and_has_score_mean_zero(law, tied):
+    model = enumerable_policy(tied=tied)
+    outcomes = enumerate_outcomes(model, [1, 3, 2], law)
+    p = np.array([o.probability for o in outcomes])
+    scores = torch.stack([o.score for o in outcomes])
+    block = ScoreGram(model, law).block([1, 3, 2], as_continuations(outcomes))
+    np.testing.assert_allclose(np.exp(block.log_probs), p, rtol=1e-10)
+    truth = (scores @ scores.T).numpy()
+    assert np.abs(block.gram - truth).max() < 1e-9 * np.abs(truth).max()
+    assert abs(p @ block.gram @ p) < 1e-12 * (p @ np.diag(block.gram))
+
+
+@pytest.mark.parametrize("law", LAWS, ids=["neutral", "temperature, top_k and top_p"])
+def test_published_scoring_has_a_score_mean_that_is_not_zero_even_at_top_p_1(law):
+    model = enumerable_policy()
+    outcomes = enumerate_outcomes(model, [1, 3, 2], law)
+    p = np.array([o.probability for o in outcomes])
+    continuations = as_continuations(outcomes)
+    gram = ScoreGram(model, law, scoring="published").block([1, 3, 2], continuations).gram
+    assert p @ gram @ p > 1e-6 * (p @ np.diag(gram))  # exact scoring: below 1e-12 (the test above)
+    # The truth of what it scores: the full softmax at temperature 1 of the tokens before the end of sequence.
+    for q in model.parameters():
+        q.requires_grad_(True)
+    plain = [Continuation(c.tokens[:-1] if c.ended else c.tokens, False, "") for c in continuations]
+    some = [i for i, c in enumerate(plain) if c.tokens][:6]
+    scores = per_sample_scores(model, [1, 3, 2], [plain[i] for i in some], SamplingLaw())
+    np.testing.assert_allclose(gram[np.ix_(some, some)], (scores @ scores.T).numpy(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("rule,module", [(nn.Linear, "proj"), (nn.Embedding, "embed_tokens")])
+def test_audit_stops_at_a_wrong_rule_and_names_the_module(monkeypatch, rule, module):
+    right = gram_rules.RULES[rule]
+
+    def wrong(layer, a, b):
+        return right(layer, a, b * 1.01)
+
+    monkeypatch.setitem(gram_rules.RULES, rule, wrong)
+    with pytest.raises(UserError, match=module):
+        ScoreGram(tiny_model("llama"), LAW).audit(PROMPT, random_continuations(0, LENGTHS))
+
+
+def test_audit_stops_when_a_norm_layer_is_left_out(monkeypatch):
+    right = gram_rules.uses_by_vjp
+
+    def zero(module, a, b, names):
+        return {name: gram_rules.Dense(use.g * 0) for name, use in right(module, a, b, names).items()}
+
+    monkeypatch.setattr(gram_rules, "uses_by_vjp", zero)
+    with pytest.raises(UserError, match="norm"):
+        ScoreGram(tiny_model("llama"), LAW).audit(PROMPT, random_continuations(0, LENGTHS))
+
+
+def test_scores_that_are_not_finite_stop_the_run():
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.inf
+    with pytest.raises(FloatingPointError):
+        ScoreGram(model, LAW).block(PROMPT, random_continuations(0, LENGTHS))
+
+
+def test_nothing_of_a_parameters_size_is_made_during_a_block():
+    model = tiny_model("qwen2", dtype=torch.float32, vocab_size=3000, hidden_size=96, intermediate_size=512,
+                       num_attention_heads=4, head_dim=24, tie_word_embeddings=True)
+    gram, continuations = ScoreGram(model, SamplingLaw(max_new_tokens=6), budget=20_000), random_continuations(0, LENGTHS)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            storages = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
+            for x in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in storages:
+                    largest = max(largest, x.numel())
+            return out
+
+    with Watch():
+        gram.block(PROMPT, continuations)
+    logits = len(LENGTHS) * max(LENGTHS) * 3000
+    assert 0 < largest <= logits < model.get_input_embeddings().weight.numel()
