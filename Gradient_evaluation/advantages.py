@@ -1,0 +1,42 @@
+"""Which weight does each continuation of a group get? One function, the four definitions in use."""
+
+from __future__ import annotations
+
+import numpy as np
+
+VERL_EPSILON = 1e-6
+KINDS = ("leave_one_out", "mean_only", "std_verl", "leave_one_out_over_std")
+
+
+def group_advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
+    """Advantages of the continuations of a group, same shape as ``rewards``, float64.
+
+    Args:
+        rewards: (K,) or (n_groups, K), K >= 2, any finite values.
+        kind: ``leave_one_out``: r - mean of the other K - 1 (the paper's GRPO; RLOO);
+            ``mean_only``: r - group mean (Dr. GRPO);
+            ``std_verl``: (r - group mean) / (std_ddof1 + 1e-6) (VERL);
+            ``leave_one_out_over_std``: leave-one-out over std_ddof1, no epsilon (the paper's appendix).
+
+    A group of equal rewards gets zeros. Raises ValueError for an unknown kind, K < 2 or a reward that is not
+    finite. Example, 8 continuations of which 3 are right: the right ones get +0.7143, +0.6250, +1.2076, +1.380.
+    """
+    rewards = np.asarray(rewards, dtype=np.float64)
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of advantage {kind!r}: one of {', '.join(KINDS)}")
+    if rewards.ndim == 0 or rewards.shape[-1] < 2:
+        raise ValueError(f"a group needs at least 2 continuations, got rewards of shape {rewards.shape}")
+    if not np.isfinite(rewards).all():
+        raise ValueError("a reward is not finite")
+    size = rewards.shape[-1]
+    equal = (rewards == rewards[..., :1]).all(-1, keepdims=True)
+    # Rounding of the mean must not leave a trace that a division by a vanishing std would blow up.
+    centred = np.where(equal, 0.0, rewards - rewards.mean(-1, keepdims=True))
+    if kind == "mean_only":
+        return centred
+    if kind == "leave_one_out":
+        return centred * size / (size - 1)
+    std = rewards.std(-1, ddof=1, keepdims=True)
+    if kind == "std_verl":
+        return centred / (std + VERL_EPSILON)
+    return centred * size / (size - 1) / np.where(equal, 1.0, std)

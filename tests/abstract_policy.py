@@ -1,0 +1,64 @@
+"""A policy of a few outcomes, all of whose moments are exact sums: the ground truth of the estimators' tests."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Policy(NamedTuple):
+    """``probs`` (n,), ``scores`` (n, d), ``rewards`` (n,), ``lengths`` (n,) of the n possible continuations."""
+
+    probs: np.ndarray
+    scores: np.ndarray
+    rewards: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def value(self) -> float:
+        return float(self.probs @ self.rewards)
+
+    @property
+    def theta(self) -> np.ndarray:
+        return self.probs * self.rewards @ self.scores
+
+    def tuples(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """All ordered draws of ``size`` outcomes: indices (n^size, size) and their probabilities (n^size,)."""
+        index = np.array(list(product(range(len(self.probs)), repeat=size)))
+        return index, self.probs[index].prod(-1)
+
+    def blocks(self, size: int):
+        """All blocks: gram (n^size, size, size), rewards and lengths (n^size, size), probabilities (n^size,)."""
+        index, chance = self.tuples(size)
+        gram = self.scores @ self.scores.T
+        return gram[index[:, :, None], index[:, None, :]], self.rewards[index], self.lengths[index], chance
+
+    def moments(self, estimator, size: int) -> tuple[np.ndarray, float]:
+        """Exact mean (d,) and trace of the covariance of ``estimator(scores (.., K, d), rewards, lengths) -> (.., d)``."""
+        index, chance = self.tuples(size)
+        values = estimator(self.scores[index], self.rewards[index], self.lengths[index])
+        mean = chance @ values
+        return mean, float(chance @ ((values - mean) ** 2).sum(-1))
+
+
+def random_policy(seed: int, n_outcomes: int = 6, centred: bool = True, binary: bool = True) -> Policy:
+    """Random probabilities, scores (of mean 0 with ``centred``) and rewards that are not all the same."""
+    generator = np.random.default_rng(seed)
+    probs = generator.dirichlet(np.full(n_outcomes, 2.0))
+    scores = generator.normal(size=(n_outcomes, generator.integers(3, 6))) * generator.uniform(0.2, 3, (n_outcomes, 1))
+    if centred:
+        scores = scores - probs @ scores
+    else:
+        scores = scores + 1.5
+    rewards = generator.permutation(np.arange(n_outcomes) % 2).astype(float)
+    if not binary:
+        rewards = generator.normal(size=n_outcomes) * 2 - 0.7
+    return Policy(probs, scores, rewards, generator.integers(1, 9, n_outcomes))
+
+
+def sample_block(policy: Policy, size: int, generator: np.random.Generator):
+    """One block as a record holds it: (gram (B, B), rewards (B,), lengths (B,) int)."""
+    index = generator.choice(len(policy.probs), size=size, p=policy.probs)
+    return policy.scores[index] @ policy.scores[index].T, policy.rewards[index], policy.lengths[index]
