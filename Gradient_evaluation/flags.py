@@ -1,0 +1,46 @@
+"""The flags both scripts share, and the record of the law that a table or a result was made under."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from Gradient_evaluation.cli import integer, number
+from Gradient_evaluation.models import DTYPES, model_label
+from Gradient_evaluation.sampling import SamplingLaw
+from Gradient_evaluation.utils import REWARDS
+
+
+def add_shared_flags(parser: argparse.ArgumentParser) -> None:
+    """Model, sampling law, reward, seed and machine; names and defaults as published where the paper has them."""
+    parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="hub id or local folder (%(default)s)")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
+    parser.add_argument("--temperature", type=number(0, low_included=False), default=1.0, help="(%(default)s)")
+    parser.add_argument("--top_p", type=number(0, 1, low_included=False), default=0.95, help="(%(default)s)")
+    parser.add_argument("--top_k", type=integer(0), default=0, help="keep the k likeliest tokens, 0 for all (0)")
+    parser.add_argument("--max_new_tokens", type=integer(1), default=32, help="(%(default)s)")
+    parser.add_argument("--stop", nargs="+", default=[], metavar="TEXT",
+                        help="end a continuation at any of these strings; the reward reads the text before it")
+    parser.add_argument("--reward", choices=sorted(REWARDS), default="integer",
+                        help="integer: the last integer equals the answer; math: Math-Verify (%(default)s)")
+    parser.add_argument("--seed", type=integer(0), default=0, help="(%(default)s)")
+    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bf16 on CUDA, else fp32")
+    parser.add_argument("--device", default="auto", help="auto: CUDA if there is one, else the CPU")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def law_of(args: argparse.Namespace) -> SamplingLaw:
+    """The sampling law the flags describe."""
+    return SamplingLaw(args.temperature, args.top_p, args.top_k, args.max_new_tokens, tuple(args.stop))
+
+
+def law_record(args: argparse.Namespace) -> dict:
+    """What decides a continuation's distribution and reward, as stored with every row and result.
+
+    A local model goes by its folder's name, so that a table may move between machines; its weights' fingerprint,
+    stored beside, tells two folders of one name apart.
+    """
+    model = model_label(args.model) if Path(args.model).is_dir() else args.model
+    return {"model": model, "revision": args.revision, "temperature": args.temperature, "top_p": args.top_p,
+            "top_k": args.top_k, "max_new_tokens": args.max_new_tokens, "stop": list(args.stop),
+            "reward": args.reward}

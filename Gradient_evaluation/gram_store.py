@@ -1,0 +1,94 @@
+"""One prompt's Grams, rewards and lengths as an .npz: all that any later estimator or group size needs.
+
+``save`` is atomic (a killed run leaves no half file) and deterministic (the same record gives the same bytes).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.durable_files import write_bytes_atomic
+
+
+@dataclass(frozen=True)
+class GramRecord:
+    """The measurement of one prompt: N continuations in blocks of B_1, B_2, ... (summing to N).
+
+    prompt_id, index: identity and place in the oracle table; prompt, ground_truth: as in the table;
+    oracle_value: V(x); n_oracle: the continuations behind it, or None; rewards, lengths (tokens, the end of
+    sequence included), log_probs: (N,); grams: one (B, B) float64 per block, Q[i, j] = <g_i, g_j>.
+    """
+
+    prompt_id: int
+    index: int
+    prompt: object
+    ground_truth: object
+    oracle_value: float
+    n_oracle: int | None
+    rewards: np.ndarray
+    lengths: np.ndarray
+    log_probs: np.ndarray
+    grams: list[np.ndarray]
+
+    @property
+    def blocks(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """[(gram (B, B), rewards (B,), lengths (B,)), ...] as estimators.py reads them."""
+        ends = np.cumsum([len(gram) for gram in self.grams])
+        return [(gram, self.rewards[end - len(gram):end], self.lengths[end - len(gram):end])
+                for gram, end in zip(self.grams, ends)]
+
+    @property
+    def file_name(self) -> str:
+        return f"{self.prompt_id:016x}.npz"
+
+    def save(self, folder: Path) -> None:
+        """Write ``folder/<prompt id>.npz``, all or nothing."""
+        about = {"prompt_id": self.prompt_id, "index": self.index, "prompt": self.prompt,
+                 "ground_truth": self.ground_truth, "oracle_value": self.oracle_value, "n_oracle": self.n_oracle}
+        buffer = io.BytesIO()
+        np.savez(buffer, about=np.array(json.dumps(about, ensure_ascii=False)), rewards=self.rewards,
+                 lengths=self.lengths, log_probs=self.log_probs,
+                 block_sizes=np.array([len(gram) for gram in self.grams]),
+                 grams=np.concatenate([gram.ravel() for gram in self.grams]))
+        write_bytes_atomic(folder / self.file_name, buffer.getvalue())
+
+
+def load(path: Path) -> GramRecord:
+    """Read one record. Raises UserError naming the file when it is not one."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            data = {name: file[name] for name in file.files}
+        about = json.loads(str(data["about"]))
+        sizes = data["block_sizes"].tolist()
+        pieces = np.split(data["grams"], np.cumsum([size * size for size in sizes])[:-1])
+        grams = [piece.reshape(size, size) for piece, size in zip(pieces, sizes)]
+        return GramRecord(**about, rewards=data["rewards"], lengths=data["lengths"], log_probs=data["log_probs"],
+                          grams=grams)
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file") from None
+    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+        raise UserError(f"{path}: not a Gram file of this toolkit ({type(error).__name__}); delete it and run "
+                        "run_tracecov.py again") from None
+
+
+def load_all(folder: Path) -> Iterator[GramRecord]:
+    """The records of a folder in the order of the oracle table, one in memory at a time."""
+    paths = sorted(folder.glob("*.npz"))
+    if not paths:
+        raise UserError(f"{folder}: holds no .npz files; give the grams folder a run_tracecov.py run has written")
+    order = []
+    for path in paths:
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                order.append((json.loads(str(file["about"]))["index"], path))
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"{path}: not a Gram file of this toolkit ({type(error).__name__})") from None
+    for _, path in sorted(order):
+        yield load(path)

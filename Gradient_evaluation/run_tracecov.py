@@ -1,0 +1,240 @@
+"""How noisy is each gradient estimator at each group size? Covariance traces (MSE) → JSON and the figure.
+
+    python Gradient_evaluation/run_tracecov.py --model data/tiny_model \
+        --oracle_table outputs/demo/oracle_v_n256_tiny_model.jsonl --T 40 --M 4 --K_list 4 8 16 32 64 \
+        --save_json outputs/demo --plot_path outputs/demo
+    python Gradient_evaluation/run_tracecov.py --model Qwen/Qwen2.5-0.5B-Instruct \
+        --oracle_table outputs/qwen/oracle_v_n1000_Qwen2.5-0.5B-Instruct.jsonl --save_json outputs/qwen
+    python Gradient_evaluation/run_tracecov.py --from_grams outputs/demo/grams --K_list 2 3 5 --save_json outputs/any_K
+
+For T prompts of the oracle table it samples M * max(K_list) continuations each, builds the Gram matrix of their
+scores over all parameters (score_gram.py), and computes from it the traces of the vanilla, GRPO and oracle
+estimators at every group size at once (estimators.py). Each prompt's Gram is stored as soon as it is done: run the
+command again and it continues, or give --from_grams to compute other group sizes without a model.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from Gradient_evaluation import estimators, gram_store  # noqa: E402
+from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, run  # noqa: E402
+from Gradient_evaluation.durable_files import write_json  # noqa: E402
+from Gradient_evaluation.flags import add_shared_flags, law_of, law_record  # noqa: E402
+from Gradient_evaluation.models import (check_prompt_length, fingerprint, load_model, load_tokenizer,  # noqa: E402
+                                        model_label, resolve_device, resolve_dtype)
+from Gradient_evaluation.run_files import (at_row, check_fingerprint, check_identity, output_folder,  # noqa: E402
+                                           read_identity)
+from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
+from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
+from Gradient_evaluation.tables import check_ground_truths, check_law, load_oracle_table  # noqa: E402
+from Gradient_evaluation.utils import REWARDS, format_prompt  # noqa: E402
+from plots.plot_tracecov import save_tracecov_figure  # noqa: E402
+
+
+def parse_args():
+    parser = Parser(description=__doc__.split("\n")[0])
+    add_shared_flags(parser)
+    parser.add_argument("--oracle_table", help="JSONL table of calculate_oracle_v.py")
+    parser.add_argument("--T", type=integer(1), default=500, help="prompts, fewer if the table has fewer (%(default)s)")
+    parser.add_argument("--M", type=integer(1), default=16, help="repeats at the largest group size (%(default)s)")
+    parser.add_argument("--K_list", nargs="+", default=["4", "8", "16", "32", "64"], metavar="K", help="group sizes")
+    parser.add_argument("--gen_bs", type=integer(1), default=64, help="continuations sampled at a time (%(default)s)")
+    parser.add_argument("--subsample_prompts", action="store_true",
+                        help="draw the T prompts at random by --seed instead of taking the first T")
+    parser.add_argument("--block_size", type=integer(4),
+                        help="continuations per Gram, at least 4; less takes less memory (max(K_list))")
+    parser.add_argument("--gram_memory", type=integer(1), default=64, help="MiB of a temporary in a Gram (%(default)s)")
+    parser.add_argument("--scoring", choices=["exact", "published"], default="exact",
+                        help="published: the paper's released log-probs, for comparison (%(default)s)")
+    parser.add_argument("--allow_mismatch", action="store_true", help="take a table made under another law")
+    parser.add_argument("--from_grams", metavar="DIR", help="recompute from stored Grams alone, without a model")
+    parser.add_argument("--save_json", default="outputs/tracecov", help="folder of results and Grams (%(default)s)")
+    parser.add_argument("--plot_path", help="folder of the figure (that of --save_json)")
+    parser.add_argument("--skip_plot", action="store_true", help="no figure")
+    parser.add_argument("--overwrite", action="store_true", help="start afresh instead of continuing")
+    args = parser.parse_args()
+    args.K_list = group_sizes(args.K_list)
+    args.plot_path = args.plot_path or args.save_json
+    if not (args.oracle_table or args.from_grams):
+        parser.error("give --oracle_table (from calculate_oracle_v.py) or --from_grams")
+    return args
+
+
+def block_sizes(continuations: int, largest: int) -> list[int]:
+    """Cut ``continuations`` into as few even blocks of at most ``largest`` as give each at least 4.
+
+    (Where both cannot be had, 6 in blocks of 4 say, a block is larger.)
+    """
+    count = -(-continuations // largest)
+    if continuations < 4 * count:
+        count = continuations // 4  # an estimate of ||theta||^2 needs four continuations in a block
+    if count == 0:
+        raise UserError(f"--M times the largest of --K_list gives {continuations} continuations; at least 4 are needed")
+    return [len(part) for part in np.array_split(np.arange(continuations), count)]
+
+
+def choose_rows(args) -> list:
+    """The T prompts of the oracle table, each with its place in the table, after every check that needs no model."""
+    rows = load_oracle_table(args.oracle_table)
+    check_ground_truths(rows, args.reward)
+    check_law(rows, law_record(args), args.oracle_table, args.allow_mismatch)
+    places = range(len(rows))
+    if args.T < len(rows) and args.subsample_prompts:
+        places = sorted(np.random.default_rng(args.seed).choice(len(rows), args.T, replace=False).tolist())
+    return [(place, rows[place]) for place in places][:args.T]
+
+
+def measure(model, tokenizer, gram, prompt_ids, place, row, sizes, args) -> gram_store.GramRecord:
+    """Sample one prompt, reward its continuations and build its Grams."""
+    u = uniforms(args.seed, "tracecov", row.prompt_id, 0, sum(sizes), args.max_new_tokens)
+    drawn = sample_continuations(model, tokenizer, prompt_ids, u, law_of(args), args.gen_bs)
+    score = REWARDS[args.reward].score
+    ends = np.cumsum(sizes).tolist()
+    blocks = [gram.block(prompt_ids, drawn[end - size:end]) for size, end in zip(sizes, ends)]
+    return gram_store.GramRecord(
+        prompt_id=row.prompt_id, index=place, prompt=row.prompt, ground_truth=row.ground_truth,
+        oracle_value=row.oracle_value, n_oracle=row.oracle_samples,
+        rewards=np.array([score(continuation.text, row.ground_truth) for continuation in drawn]),
+        lengths=np.array([len(continuation.tokens) for continuation in drawn]),
+        log_probs=np.concatenate([block.log_probs for block in blocks]), grams=[block.gram for block in blocks])
+
+
+def measure_all(args, chosen: list, sizes: list[int], grams: Path, device) -> dict:
+    """Measure every chosen prompt that has no Gram file yet → the checks of the run."""
+    dtype = resolve_dtype(args.dtype, device)
+    identity = {**law_record(args), "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
+                "dtype": str(dtype).split(".")[-1]}
+    tokenizer = load_tokenizer(args.model, args.revision)
+    prompts = [at_row(row, format_prompt, tokenizer, row.prompt) for _, row in chosen]
+    model = load_model(args.model, args.revision, device, dtype)
+    for (_, row), prompt_ids in zip(chosen, prompts):
+        check_prompt_length(model, prompt_ids, args.max_new_tokens, row.where)
+    identity["model_fingerprint"] = fingerprint(model)
+    if not args.allow_mismatch:
+        check_fingerprint((row.columns for _, row in chosen), identity["model_fingerprint"],
+                                 args.oracle_table, "make the table again, or pass --allow_mismatch")
+    check_identity(grams / "run.json", identity, args.overwrite)
+
+    gram = ScoreGram(model, law_of(args), args.scoring, args.gram_memory * 2**20)
+    audit = None
+    progress = tqdm(list(zip(chosen, prompts)), unit="prompt", disable=args.quiet or not sys.stderr.isatty())
+    for (place, row), prompt_ids in progress:
+        try:
+            if audit is None:
+                u = uniforms(args.seed, "audit", row.prompt_id, 0, min(sizes[0], 16), args.max_new_tokens)
+                audit = gram.audit(prompt_ids, sample_continuations(model, tokenizer, prompt_ids, u, law_of(args),
+                                                                    args.gen_bs))
+            if not (grams / f"{row.prompt_id:016x}.npz").exists():
+                measure(model, tokenizer, gram, prompt_ids, place, row, sizes, args).save(grams)
+        except FloatingPointError as error:
+            raise UserError(f"{row.where}: {error} on this prompt; check the checkpoint, or try --dtype float32") \
+                from None
+    return {"self_audit": audit}
+
+
+def write_results(args, records: Iterable, about: dict, label: str) -> dict:
+    """Compute everything from the Gram records and write the JSON files → the results."""
+    table: list[dict] = []
+    moments = estimators.reduce_prompts(_noting(records, table))
+    summary = estimators.summarise(moments, args.K_list, seed=args.seed)
+    results = {**summary, **about}
+    folder = Path(args.save_json)
+    for K in args.K_list:
+        traces = estimators.prompt_trace_covs(moments, K)
+        rows = [{**row, "K": K, "trace_cov": dict(zip(traces, values))} for row, *values in
+                zip(table, *(_per_prompt(traces[name], len(table)) for name in traces))]
+        write_json(folder / f"tracecov_{label}_K{K}_detailed.json", rows)
+    write_json(folder / f"tracecov_{label}.json", results)
+    return results
+
+
+def _noting(records: Iterable, table: list) -> Iterable:
+    """Pass records on, keeping of each only what the detailed files say about its prompt."""
+    for record in records:
+        table.append({"prompt": record.prompt, "ground_truth": record.ground_truth, "V_oracle": record.oracle_value,
+                      "n_oracle": record.n_oracle, "mean_reward": float(record.rewards.mean())})
+        yield record
+
+
+def _per_prompt(values, n: int) -> list:
+    return [None] * n if values is None or isinstance(values, str) else [float(value) for value in values]
+
+
+def versions() -> dict:
+    """Versions of the packages a result depends on."""
+    found = {"python": sys.version.split()[0]}
+    for package in ("torch", "transformers", "tokenizers", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            pass
+    return found
+
+
+def report(results: dict) -> str:
+    """The table a run ends with."""
+    names = {"vanilla": "naive", "GRPO": "grpo", "oracle": "oracleV", "floor": None}
+    lines = ["MSE of the gradient estimate, mean over prompts of trace(Cov | x) [95% interval]",
+             "   K" + "".join(f"{name:>30}" for name in names)]
+    for i, K in enumerate(results["K_list"]):
+        cells = []
+        for key in names.values():
+            values, intervals = ((results["best_baseline"], results["best_baseline_ci95"]) if key is None else
+                                 (results["conditional_on_x"][key], results["conditional_on_x_ci95"][key]))
+            if values[i] is None:
+                cells.append("not computed")
+            else:
+                interval = "" if intervals[i] is None else f" [{intervals[i][0]:.4g}, {intervals[i][1]:.4g}]"
+                cells.append(f"{values[i]:.4g}{interval}")
+        lines.append(f"{K:>4}" + "".join(f"{cell:>30}" for cell in cells))
+    lines += [f"note: {where}: {why}" for where, why in results["reasons"].items() if where == "best_baseline"]
+    check, norms = results["on_policy_check"], results["score_norm_sq"]
+    error = "" if check["standard_error"] is None else f" +- {check['standard_error']:.1e}"
+    lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {check['ratio']:.1e}{error} (0 within its error: the scores "
+                 "are those of the law that was sampled)")
+    shown = [f"{name} {norms[name]['mean']:.4g}" for name in ("right", "wrong") if norms[name]["mean"] is not None]
+    lines.append(f"E||g||^2 of answers: {', '.join(shown)}; ||theta||^2 = {results['theta_norm_sq']:.4g}; "
+                 f"{results['n_prompts']} prompts, {results['n_continuations']} continuations")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    args = parse_args()
+    started = time.monotonic()
+    if args.from_grams:
+        grams, folder = Path(args.from_grams), output_folder(args.save_json)
+        identity = read_identity(grams / "run.json")
+        label, checks, records = model_label(identity["model"]), {}, gram_store.load_all(grams)
+    else:
+        device = resolve_device(args.device)
+        sizes = block_sizes(args.M * args.K_list[-1], args.block_size or args.K_list[-1])
+        chosen = choose_rows(args)
+        folder = output_folder(args.save_json)
+        grams = output_folder(folder / "grams")
+    plots = None if args.skip_plot else output_folder(args.plot_path)
+    if not args.from_grams:
+        checks = measure_all(args, chosen, sizes, grams, device)
+        identity, label = read_identity(grams / "run.json"), model_label(args.model)
+        records = (gram_store.load(grams / f"{row.prompt_id:016x}.npz") for _, row in chosen)
+    about = {"config": vars(args), "law": identity, "checks": checks, "versions": versions(),
+             "seconds": round(time.monotonic() - started, 1)}
+    results = write_results(args, records, about, label)
+    print(report(results))
+    print(f"results: {folder / f'tracecov_{label}.json'}")
+    if plots is not None:
+        figure = plots / f"tracecov_{label}.png"
+        save_tracecov_figure([(label, results)], figure)
+        print(f"figure:  {figure}")
+
+
+if __name__ == "__main__":
+    run(main)

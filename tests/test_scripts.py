@@ -1,0 +1,305 @@
+"""The two scripts end to end, in process, on a policy whose every number is an exact sum."""
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import enumerable_policy, enumerate_outcomes, tiny_tokenizer
+
+from Gradient_evaluation import calculate_oracle_v, cli, estimators, gram_store, run_tracecov
+from Gradient_evaluation.sampling import SamplingLaw
+from Gradient_evaluation.utils import integer_reward
+
+ROOT = Path(__file__).resolve().parents[1]
+PROMPTS = ["13", "2", "321", "31", "122"]
+ANSWERS = [33, 22, 33, 11, 33]
+FLAGS = ["--dtype", "float64", "--device", "cpu", "--max_new_tokens", "2", "--top_p", "0.9", "--temperature", "1.3"]
+LAW = SamplingLaw(temperature=1.3, top_p=0.9, max_new_tokens=2)
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    """A folder with a model over four tokens and its tokenizer; 13 outcomes of at most two tokens."""
+    folder = tmp_path_factory.mktemp("policy") / "four tokens"
+    enumerable_policy(vocabulary=4, seed=6).save_pretrained(folder)
+    tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def problems(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "ground_truth": a, "kind": "x"}) + "\n"
+                            for p, a in zip(PROMPTS, ANSWERS)))
+    return path
+
+
+def call(script, *arguments, capsys=None):
+    """Run a script's main in this process → (exit code, stdout, stderr)."""
+    argv, sys.argv = sys.argv, [script.__file__, *map(str, arguments)]
+    try:
+        cli.run(script.main)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.argv = argv
+    captured = capsys.readouterr() if capsys else None
+    return code, captured and captured.out, captured and captured.err
+
+
+def oracle(policy, problems, out, *more, capsys=None):
+    return call(calculate_oracle_v, "--model", policy, "--dataset", problems, "--n_oracle", 400, "--out_dir", out,
+                *FLAGS, *more, capsys=capsys)
+
+
+def tracecov(policy, table, out, *more, capsys=None):
+    return call(run_tracecov, "--model", policy, "--oracle_table", table, "--save_json", out, "--skip_plot",
+                *FLAGS, *more, capsys=capsys)
+
+
+@pytest.fixture(scope="session")
+def table(policy, problems, tmp_path_factory):
+    out = tmp_path_factory.mktemp("oracle")
+    assert oracle(policy, problems, out)[0] == 0
+    return out / "oracle_v_n400_four tokens.jsonl"
+
+
+@pytest.fixture(scope="session")
+def measured(policy, table, tmp_path_factory):
+    out = tmp_path_factory.mktemp("tracecov")
+    assert tracecov(policy, table, out, "--K_list", 8, 2, "4,3", "--M", 60)[0] == 0
+    return out
+
+
+def read(path):
+    return json.loads(Path(path).read_text())
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Truth:
+    """Exact V, Gram and traces of one prompt, from enumeration and plain autograd."""
+
+    def __init__(self, prompt, answer):
+        outcomes = enumerate_outcomes(enumerable_policy(vocabulary=4, seed=6), [int(c) for c in prompt], LAW)
+        self.p = np.array([o.probability for o in outcomes])
+        self.rewards = np.array([integer_reward("".join("?123"[t] for t in o.tokens if t), answer) for o in outcomes])
+        scores = torch.stack([o.score for o in outcomes])
+        self.gram = (scores @ scores.T).numpy()
+        self.V = float(self.p @ self.rewards)
+
+    def trace(self, K, baseline):
+        """tr Cov of (1/K) sum_i g_i (Z_i - C_i) over all K-tuples of outcomes."""
+        n = len(self.p)
+        tuples = np.array(list(itertools.product(range(n), repeat=K)))
+        weight = self.p[tuples].prod(1)
+        z = self.rewards[tuples]
+        c = (z.sum(1, keepdims=True) - z) / (K - 1) if baseline == "leave-one-out" else baseline
+        a = np.zeros((len(tuples), n))
+        np.add.at(a, (np.arange(len(tuples))[:, None], tuples), (z - c) / K)
+        mean = weight @ a
+        return weight @ np.einsum("ti,ij,tj->t", a, self.gram, a) - mean @ self.gram @ mean
+
+
+@pytest.fixture(scope="session")
+def truths():
+    return [Truth(p, a) for p, a in zip(PROMPTS, ANSWERS)]
+
+
+def test_oracle_values_are_the_exact_ones_within_their_standard_error(table, truths):
+    rows = rows_of(table)
+    assert [row["prompt"] for row in rows] == PROMPTS
+    assert any(0.05 < truth.V < 0.95 for truth in truths)
+    for row, truth in zip(rows, truths):
+        assert abs(row["V_oracle"] - truth.V) <= 4.5 * np.sqrt(truth.V * (1 - truth.V) / 400)
+        assert row["correct_count"] == round(row["V_oracle"] * 400) and row["n_oracle"] == 400
+        assert row["V_standard_error"] == pytest.approx(np.sqrt(row["V_oracle"] * (1 - row["V_oracle"]) / 399))
+        assert row["kind"] == "x" and row["temperature"] == 1.3 and row["top_p"] == 0.9 and row["model"] == "four tokens"
+
+
+def test_traces_at_every_group_size_are_the_exact_sums_within_their_error(measured, truths):
+    records = list(gram_store.load_all(measured / "grams"))
+    assert [record.prompt for record in records] == PROMPTS
+    for record, truth in zip(records, truths):
+        best = truth.p @ (truth.rewards * np.diag(truth.gram)) / (truth.p @ np.diag(truth.gram))
+        blocks = [gram_store.GramRecord(**{**vars(record), "grams": [g], "rewards": z, "lengths": n})
+                  for g, z, n in record.blocks]
+        for K in (2, 3, 4):
+            whole = estimators.prompt_trace_covs(estimators.reduce_prompts([record]), K)
+            alone = estimators.prompt_trace_covs(estimators.reduce_prompts(blocks), K)
+            exact = {"naive": truth.trace(K, 0.0), "grpo": truth.trace(K, "leave-one-out"),
+                     "oracleV": truth.trace(K, record.oracle_value)}
+            for name, value in exact.items():
+                error = np.std(alone[name], ddof=1) / np.sqrt(len(blocks))
+                assert abs(whole[name][0] - value) <= 4.5 * error, (record.prompt, K, name)
+            floor = whole["best_baseline"][0]
+            assert abs(floor - truth.trace(K, best)) <= 4.5 * np.std(alone["oracleV"], ddof=1) / np.sqrt(len(blocks))
+
+
+def test_results_hold_the_published_keys_aligned_with_the_sorted_group_sizes(measured):
+    results = read(measured / "tracecov_four tokens.json")
+    assert results["K_list"] == [2, 3, 4, 8]
+    assert set(results["conditional_on_x"]) == {"naive", "grpo", "oracleV"}
+    assert all(len(values) == 4 for values in results["conditional_on_x"].values())
+    assert results["config"]["M"] == 60 and results["law"]["top_p"] == 0.9 and "torch" in results["versions"]
+    detailed = read(measured / "tracecov_four tokens_K4_detailed.json")
+    assert [row["prompt"] for row in detailed] == PROMPTS and [row["V_oracle"] for row in detailed]
+    for name, values in results["conditional_on_x"].items():
+        assert np.mean([row["trace_cov"][name] for row in detailed]) == pytest.approx(values[2])
+
+
+def test_exact_scoring_passes_the_on_policy_check_and_published_scoring_fails_it(measured, policy, table, tmp_path):
+    exact = read(measured / "tracecov_four tokens.json")["on_policy_check"]
+    assert abs(exact["ratio"]) < 4 * exact["standard_error"]
+    assert tracecov(policy, table, tmp_path, "--K_list", 8, "--M", 60, "--scoring", "published")[0] == 0
+    published = read(tmp_path / "tracecov_four tokens.json")["on_policy_check"]
+    assert published["ratio"] > 2.5 * published["standard_error"]  # the error is over five unlike prompts
+    assert published["ratio"] > 20 * abs(exact["ratio"])
+
+
+def test_stored_grams_give_the_same_results_and_any_other_group_size_without_a_model(measured, tmp_path):
+    code = call(run_tracecov, "--from_grams", measured / "grams", "--K_list", 2, 5, 8, "--save_json", tmp_path)[0]
+    assert code == 0
+    first, again = read(measured / "tracecov_four tokens.json"), read(tmp_path / "tracecov_four tokens.json")
+    for name in ("naive", "grpo", "oracleV"):
+        before, after = first["conditional_on_x"][name], again["conditional_on_x"][name]
+        assert (after[0], after[2]) == (before[0], before[3]) and before[3] < after[1] < before[2]
+    assert again["on_policy_check"] == first["on_policy_check"]
+    assert (tmp_path / "tracecov_four tokens.png").stat().st_size > 1000
+
+
+def test_continuations_do_not_depend_on_block_size_or_generation_batch(policy, table, tmp_path):
+    small, large = tmp_path / "small", tmp_path / "large"
+    assert tracecov(policy, table, small, "--K_list", 8, "--M", 3, "--block_size", 5, "--gen_bs", 3)[0] == 0
+    assert tracecov(policy, table, large, "--K_list", 8, "--M", 3, "--gen_bs", 24)[0] == 0
+    for a, b in zip(gram_store.load_all(small / "grams"), gram_store.load_all(large / "grams")):
+        assert [len(g) for g in a.grams] == [5, 5, 5, 5, 4] and [len(g) for g in b.grams] == [8, 8, 8]
+        assert (a.rewards == b.rewards).all() and (a.lengths == b.lengths).all()
+        np.testing.assert_allclose(a.log_probs, b.log_probs, rtol=1e-10)
+        np.testing.assert_allclose(np.diag(a.grams[0]), np.diag(b.grams[0])[:5], rtol=1e-9)
+
+
+def test_oracle_batches_of_any_size_give_the_same_table(policy, problems, table, tmp_path):
+    assert oracle(policy, problems, tmp_path, "--batch_size", 7)[0] == 0
+    assert (tmp_path / table.name).read_bytes() == table.read_bytes()
+
+
+@pytest.mark.parametrize("left", [0, 1, 2.5, 5])
+def test_a_stopped_oracle_run_continues_to_the_same_bytes(policy, problems, table, tmp_path, left):
+    lines = table.read_bytes().splitlines(keepends=True)
+    torn = b"" if left == int(left) else lines[int(left)][:40]
+    (tmp_path / table.name).write_bytes(b"".join(lines[:int(left)]) + torn)
+    assert oracle(policy, problems, tmp_path)[0] == 0
+    assert (tmp_path / table.name).read_bytes() == table.read_bytes()
+
+
+def test_a_stopped_tracecov_run_continues_to_the_same_results(policy, table, tmp_path):
+    flags = ("--K_list", 4, "--M", 2)
+    assert tracecov(policy, table, tmp_path, *flags)[0] == 0
+    files = {p: p.read_bytes() for p in (tmp_path / "grams").iterdir()}
+    results = read(tmp_path / "tracecov_four tokens.json")
+    gone = sorted(p for p in files if p.suffix == ".npz")[1:4]
+    for p in gone:
+        p.unlink()
+    assert tracecov(policy, table, tmp_path, *flags)[0] == 0
+    assert {p: p.read_bytes() for p in (tmp_path / "grams").iterdir()} == files
+    again = read(tmp_path / "tracecov_four tokens.json")
+    assert {**again, "seconds": 0} == {**results, "seconds": 0}
+
+
+def one_line_error(outcome, *parts):
+    code, _, err = outcome
+    assert code == 2, err
+    assert err.count("\n") == 1 and err.startswith("error: ") and all(part in err for part in parts), err
+
+
+def test_a_run_with_another_configuration_is_not_mixed_into_stored_results(policy, problems, table, tmp_path, capsys):
+    (tmp_path / table.name).write_bytes(table.read_bytes())
+    one_line_error(oracle(policy, problems, tmp_path, "--seed", 1, capsys=capsys), "seed = 0", "1", "--overwrite")
+    assert (tmp_path / table.name).read_bytes() == table.read_bytes()
+    assert tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2)[0] == 0
+    capsys.readouterr()
+    one_line_error(tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--scoring", "published",
+                            capsys=capsys), "scoring = 'exact'", "'published'")
+    assert tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--seed", 1, "--overwrite")[0] == 0
+
+
+def test_a_table_of_another_law_is_refused_and_taken_with_allow_mismatch(policy, table, tmp_path, capsys):
+    other = ["--temperature", "0.5", "--K_list", 4, "--M", 1]
+    one_line_error(tracecov(policy, table, tmp_path / "a", *other, capsys=capsys), "temperature", "1.3", "0.5",
+                   "--allow_mismatch")
+    assert not (tmp_path / "a").exists()
+    assert tracecov(policy, table, tmp_path / "a", *other, "--allow_mismatch")[0] == 0
+
+
+def test_a_table_made_with_other_weights_of_the_same_name_is_refused(table, tmp_path, capsys):
+    folder = tmp_path / "four tokens"
+    enumerable_policy(vocabulary=4, seed=7).save_pretrained(folder)
+    tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(folder)
+    one_line_error(tracecov(folder, table, tmp_path / "a", "--K_list", 4, "--M", 1, capsys=capsys), "other weights")
+
+
+def test_a_table_of_the_published_script_is_taken_with_a_warning(policy, table, tmp_path, capsys):
+    bare = tmp_path / "published.jsonl"
+    keep = ("prompt", "ground_truth", "V_oracle", "n_oracle", "correct_count")
+    bare.write_text("".join(json.dumps({k: row[k] for k in keep}) + "\n" for row in rows_of(table)))
+    code, out, err = tracecov(policy, bare, tmp_path / "a", "--K_list", 4, "--M", 1, capsys=capsys)
+    assert code == 0 and err.count("warning") == 1 and "MSE" in out
+
+
+@pytest.mark.parametrize("flags", [("--K_list", "1"), ("--K_list", "0"), ("--K_list", "-4"), ("--M", "0"), ("--T", "0"),
+                                   ("--top_p", "0"), ("--top_p", "1.5"), ("--temperature", "0"), ("--top_p", "nan"),
+                                   ("--temperature", "inf"), ("--max_new_tokens", "0"), ("--block_size", "3"),
+                                   ("--gen_bs", "0"), ("--device", "tpu9"), ("--dtype", "int8"), ("--no_such", "1")])
+def test_a_bad_flag_is_refused_by_name_before_any_work(policy, table, tmp_path, capsys, flags):
+    outcome = tracecov(policy, table, tmp_path / "out", "--K_list", "4", *flags, capsys=capsys)
+    one_line_error(outcome, flags[0])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("flags", [("--n_oracle", "0"), ("--batch_size", "0"), ("--top_p", "0"), ("--temperature", "0"),
+                                   ("--dataset", "no/such/file.jsonl"), ("--model", "./no_such_model")])
+def test_a_bad_oracle_flag_is_refused_by_name_before_any_work(policy, problems, tmp_path, capsys, flags):
+    outcome = oracle(policy, problems, tmp_path / "out", *flags, capsys=capsys)
+    one_line_error(outcome, flags[1] if flags[0] == "--dataset" else flags[0])
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_a_prompt_longer_than_the_context_is_refused_by_row(policy, tmp_path, capsys):
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "1" * 63, "ground_truth": 1}) + "\n")
+    one_line_error(oracle(policy, long, tmp_path / "out", capsys=capsys), "line 1", "64")
+
+
+def test_fewer_rows_than_T_average_over_the_rows_there_are(policy, table, tmp_path, capsys):
+    assert tracecov(policy, table, tmp_path / "a", "--K_list", 4, "--M", 2, "--T", 400)[0] == 0
+    assert read(tmp_path / "a" / "tracecov_four tokens.json")["n_prompts"] == 5
+    assert tracecov(policy, table, tmp_path / "b", "--K_list", 4, "--M", 2, "--T", 3)[0] == 0
+    first = [row["prompt"] for row in read(tmp_path / "b" / "tracecov_four tokens_K4_detailed.json")]
+    assert first == PROMPTS[:3]
+    drawn = set()
+    for seed in range(4):
+        out = tmp_path / f"c{seed}"
+        assert tracecov(policy, table, out, "--K_list", 4, "--M", 2, "--T", 3, "--subsample_prompts", "--seed",
+                        seed)[0] == 0
+        drawn.add(tuple(row["prompt"] for row in read(out / "tracecov_four tokens_K4_detailed.json")))
+    assert len(drawn) > 1 and all(len(set(prompts)) == 3 for prompts in drawn)
+
+
+def test_the_scripts_run_from_any_folder_and_end_errors_without_a_traceback(tmp_path):
+    for script in ("calculate_oracle_v.py", "run_tracecov.py"):
+        path = ROOT / "Gradient_evaluation" / script
+        shown = subprocess.run([sys.executable, path, "--help"], cwd=tmp_path, capture_output=True, text=True)
+        assert shown.returncode == 0 and "--max_new_tokens" in shown.stdout
+    bad = subprocess.run([sys.executable, path, "--oracle_table", "missing.jsonl"], cwd=tmp_path, capture_output=True,
+                         text=True)
+    assert bad.returncode == 2 and "Traceback" not in bad.stderr and "missing.jsonl" in bad.stderr
+    assert not list(tmp_path.iterdir())
