@@ -36,7 +36,7 @@ class Policy(NamedTuple):
         return gram[index[:, :, None], index[:, None, :]], self.rewards[index], self.lengths[index], chance
 
     def moments(self, estimator, size: int) -> tuple[np.ndarray, float]:
-        """Exact mean (d,) and trace of the covariance of ``estimator(scores (.., K, d), rewards, lengths) -> (.., d)``."""
+        """Exact mean (d,) and covariance trace of ``estimator(scores (.., K, d), rewards, lengths) -> (.., d)``."""
         index, chance = self.tuples(size)
         values = estimator(self.scores[index], self.rewards[index], self.lengths[index])
         mean = chance @ values
