@@ -31,6 +31,8 @@ def read_records(source: str, split: str, revision: str | None = None) -> Iterat
     * anything that is no local path: ``datasets.load_dataset(source, split=split, revision=revision)``;
       code of the data set's own is never run.
     """
+    if not source.strip():
+        raise UserError("the name of the data set is empty; give a file, a folder or a hub id")
     path = Path(source).expanduser()
     with one_line_errors(source, "read"):
         is_folder, is_there = path.is_dir(), path.exists()
@@ -38,20 +40,20 @@ def read_records(source: str, split: str, revision: str | None = None) -> Iterat
         return _folder_records(path, split)
     if is_there:
         return file_records(path)
-    if source != source.strip() or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", source) or path.suffix in SUFFIXES:
+    if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source) or path.suffix in SUFFIXES:
         raise UserError(f"{source}: no such file or folder")
     return _hub_records(source, split, revision)
 
 
 def file_records(path: Path) -> Iterator[Record]:
     """Records of one file: JSONL, JSON or parquet, told apart by suffix and by content without a known one."""
-    if path.is_dir():
-        tables = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES)[:5]
-        hint = f"; give one of the files in it: {', '.join(tables)}" if tables else ""
-        raise UserError(f"{path}: is a folder, a file is expected{hint}")
-    if not path.exists():
-        raise UserError(f"{path}: no such file")
     with one_line_errors(path, "read"):
+        if path.is_dir():
+            tables = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES)[:5]
+            hint = f"; give one of the files in it: {', '.join(tables)}" if tables else ""
+            raise UserError(f"{path}: is a folder, a file is expected{hint}")
+        if not path.exists():
+            raise UserError(f"{path}: no such file")
         data = path.read_bytes()
     if path.suffix == ".parquet" or data[:4] == b"PAR1":
         return _parquet_records(path)
@@ -99,7 +101,8 @@ def parse_json(data: bytes, where: str) -> Any:
 
 def _as_record(record: Any, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
-        raise UserError(f"{where}: a JSON object with prompt and ground_truth is expected, not {json.dumps(record)[:40]}")
+        found = json.dumps(record)[:40]
+        raise UserError(f"{where}: a JSON object with prompt and ground_truth is expected, not {found}")
     return record
 
 

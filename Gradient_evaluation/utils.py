@@ -41,7 +41,7 @@ def normalise_prompt(prompt: Any) -> str | Messages:
             raise UserError("the prompt is empty")
         return str(prompt)
     if prompt is None or isinstance(prompt, (bytes, Mapping, numbers.Number)) or not hasattr(prompt, "__len__"):
-        raise UserError(f"the prompt is {_name(prompt)}; it must be a string or a list of messages with role and content")
+        raise UserError(f"the prompt is {_name(prompt)}; give a string or messages with role and content")
     try:
         messages = [_normalise_message(message) for message in prompt]
     except TypeError:  # a zero-dimensional array has __len__ but neither a length nor items
