@@ -37,7 +37,8 @@ from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa:
 from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
 from Gradient_evaluation.tables import check_ground_truths, check_law, load_oracle_table  # noqa: E402
 from Gradient_evaluation.utils import REWARDS, format_prompt  # noqa: E402
-from plots.plot_tracecov import save_tracecov_figure  # noqa: E402
+from plots.plot_tracecov import plot_tracecov  # noqa: E402
+from plots.style import save_figure  # noqa: E402
 
 
 def parse_args():
@@ -231,9 +232,8 @@ def main() -> None:
     print(report(results))
     print(f"results: {folder / f'tracecov_{label}.json'}")
     if plots is not None:
-        figure = plots / f"tracecov_{label}.png"
-        save_tracecov_figure([(label, results)], figure)
-        print(f"figure:  {figure}")
+        figure, _ = plot_tracecov(results, label=label)
+        print(f"figure:  {save_figure(figure, plots / f'tracecov_{label}.png')}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
+SLICE = 2**25  # logits sorted at a time by top_p
 COMPACT_BELOW = 0.75  # finished rows leave the batch once fewer than this share of it is still going
 
 
@@ -86,6 +87,10 @@ def kept_tokens(logits: torch.Tensor, law: SamplingLaw) -> torch.Tensor | None:
     the least likely tokens go as long as their summed probability is at most 1 - top_p, never the last one.
     Of equally likely tokens the lower id goes first (transformers leaves that to an unstable sort).
     """
+    if law.top_p < 1.0 and logits.dim() > 1 and logits.numel() > SLICE:
+        parts = logits.flatten(0, -2).split(max(1, SLICE // logits.shape[-1]))
+        if len(parts) > 1:
+            return torch.cat([kept_tokens(part, law) for part in parts]).view(logits.shape)
     kept = None
     if 0 < law.top_k < logits.shape[-1]:
         kept = logits >= torch.topk(logits, law.top_k, dim=-1).values[..., -1:]

@@ -6,6 +6,7 @@ import torch
 from tiny_models import enumerable_policy, enumerate_outcomes, tiny_model, tiny_tokenizer
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
+from Gradient_evaluation import sampling
 from Gradient_evaluation.sampling import (SamplingLaw, eos_token_ids, kept_tokens, log_probs, sample_continuations,
                                           uniforms)
 
@@ -110,6 +111,15 @@ def test_kept_set_is_that_of_transformers(top_k, top_p, ties):
     assert (keep(kept) == keep(scores > -torch.inf)).all()
     if top_p == 1.0:
         assert (kept == (scores > -torch.inf)).all()
+
+
+def test_the_kept_set_is_the_same_in_slices(monkeypatch):
+    logits = torch.randn(5, 7, 30, generator=torch.Generator().manual_seed(0))
+    law = SamplingLaw(top_k=20, top_p=0.8)
+    whole = kept_tokens(logits, law)
+    for size in (1, 100, 700):
+        monkeypatch.setattr(sampling, "SLICE", size)
+        assert (kept_tokens(logits, law) == whole).all()
 
 
 def test_log_probs_at_a_temperature_are_those_of_the_divided_logits():

@@ -1,0 +1,49 @@
+"""What must also hold on a GPU. Run with: .venv/bin/python -m pytest -m cuda tests"""
+
+import numpy as np
+import pytest
+import torch
+from test_sampling import PROMPT, frequencies_agree
+from tiny_models import enumerable_policy, enumerate_outcomes, random_continuations, tiny_model, tiny_tokenizer
+
+from Gradient_evaluation.sampling import SamplingLaw, sample_continuations, uniforms
+from Gradient_evaluation.score_gram import ScoreGram
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+LAW = SamplingLaw(temperature=0.8, max_new_tokens=6)
+GRAM_PROMPT = [1, 5, 9, 5, 0, 2, 7]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_gram_on_cuda_is_that_of_the_cpu(family, dtype, tolerance):
+    settings = dict(num_local_experts=3, num_experts_per_tok=3) if family == "mixtral" else {}
+    exact, other = tiny_model(family, **settings), tiny_model(family, dtype=dtype, **settings)
+    other.load_state_dict(exact.state_dict())
+    exact.load_state_dict({k: v.double() for k, v in other.state_dict().items()})
+    continuations = random_continuations(0, (3, 6, 1, 5))
+    truth = ScoreGram(exact, LAW).block(GRAM_PROMPT, continuations).gram
+    gram = ScoreGram(other.cuda(), LAW)
+    assert np.abs(gram.block(GRAM_PROMPT, continuations).gram - truth).max() < tolerance * np.abs(truth).max()
+    gram.audit(GRAM_PROMPT, continuations)
+
+
+@pytest.mark.parametrize("law", [SamplingLaw(max_new_tokens=3), SamplingLaw(1.4, 0.85, 4, 3)], ids=["neutral", "cut"])
+def test_frequencies_on_cuda_are_those_of_the_law(law):
+    model = enumerable_policy()
+    outcomes = enumerate_outcomes(model, PROMPT, law)
+    u = uniforms(0, "oracle", 7, 0, 4000, law.max_new_tokens)
+    frequencies_agree(sample_continuations(model.cuda(), tiny_tokenizer(), PROMPT, u, law, 1000), outcomes)
+
+
+def test_peak_memory_of_a_block_is_the_model_and_its_activations():
+    model = tiny_model("qwen2", dtype=torch.float32, vocab_size=50_000, hidden_size=512, intermediate_size=1024,
+                       num_attention_heads=8, head_dim=64).cuda()
+    gram, continuations = ScoreGram(model, LAW, budget=2**20), random_continuations(0, (3, 6, 1, 5))
+    gram.block(GRAM_PROMPT, continuations)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    gram.block(GRAM_PROMPT, continuations)
+    parameters = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert torch.cuda.max_memory_allocated() - before < parameters / 2
