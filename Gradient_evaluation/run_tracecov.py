@@ -15,9 +15,11 @@ command again and it continues, or give --from_grams to compute other group size
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from Gradient_evaluation import estimators, gram_store  # noqa: E402
 from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, run  # noqa: E402
 from Gradient_evaluation.durable_files import write_json  # noqa: E402
 from Gradient_evaluation.flags import add_shared_flags, law_of, law_record  # noqa: E402
+from Gradient_evaluation.layer_traces import by_layer, layer_moments  # noqa: E402
 from Gradient_evaluation.models import (check_prompt_length, fingerprint, load_model, load_tokenizer,  # noqa: E402
                                         model_label, resolve_device, resolve_dtype)
 from Gradient_evaluation.run_files import (at_row, check_fingerprint, check_identity, output_folder,  # noqa: E402
@@ -56,6 +59,8 @@ def parse_args():
     parser.add_argument("--gram_memory", type=integer(1), default=64, help="MiB of a temporary in a Gram (%(default)s)")
     parser.add_argument("--scoring", choices=["exact", "published"], default="exact",
                         help="published: the paper's released log-probs, for comparison (%(default)s)")
+    parser.add_argument("--params", metavar="REGEX", help="measure only parameters whose name this finds")
+    parser.add_argument("--by_layer", action="store_true", help="also the traces of every module")
     parser.add_argument("--allow_mismatch", action="store_true", help="take a table made under another law")
     parser.add_argument("--from_grams", metavar="DIR", help="recompute from stored Grams alone, without a model")
     parser.add_argument("--save_json", default="outputs/tracecov", help="folder of results and Grams (%(default)s)")
@@ -65,6 +70,10 @@ def parse_args():
     args = parser.parse_args()
     args.K_list = group_sizes(args.K_list)
     args.plot_path = args.plot_path or args.save_json
+    try:
+        re.compile(args.params or "")
+    except re.error as error:
+        parser.error(f"--params {args.params}: not a regular expression ({error})")
     if not (args.oracle_table or args.from_grams):
         parser.error("give --oracle_table (from calculate_oracle_v.py) or --from_grams")
     return args
@@ -100,20 +109,27 @@ def measure(model, tokenizer, gram, prompt_ids, place, row, sizes, args) -> gram
     drawn = sample_continuations(model, tokenizer, prompt_ids, u, law_of(args), args.gen_bs)
     score = REWARDS[args.reward].score
     ends = np.cumsum(sizes).tolist()
-    blocks = [gram.block(prompt_ids, drawn[end - size:end]) for size, end in zip(sizes, ends)]
+    rewards = np.array([score(continuation.text, row.ground_truth) for continuation in drawn])
+    blocks, moments = [], []
+    for size, end in zip(sizes, ends):
+        block = gram.block(prompt_ids, drawn[end - size:end], args.by_layer)
+        if args.by_layer:
+            moments.append(layer_moments(block.by_module, rewards[end - size:end]))
+        blocks.append(replace(block, by_module=None))
     return gram_store.GramRecord(
         prompt_id=row.prompt_id, index=place, prompt=row.prompt, ground_truth=row.ground_truth,
         oracle_value=row.oracle_value, n_oracle=row.oracle_samples,
-        rewards=np.array([score(continuation.text, row.ground_truth) for continuation in drawn]),
+        rewards=rewards,
         lengths=np.array([len(continuation.tokens) for continuation in drawn]),
-        log_probs=np.concatenate([block.log_probs for block in blocks]), grams=[block.gram for block in blocks])
+        log_probs=np.concatenate([block.log_probs for block in blocks]), grams=[block.gram for block in blocks],
+        modules=gram.modules if moments else None, module_moments=np.mean(moments, axis=0) if moments else None)
 
 
 def measure_all(args, chosen: list, sizes: list[int], grams: Path, device) -> dict:
     """Measure every chosen prompt that has no Gram file yet → the checks of the run."""
     dtype = resolve_dtype(args.dtype, device)
     identity = {**law_record(args), "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
-                "dtype": str(dtype).split(".")[-1]}
+                "params": args.params, "by_layer": args.by_layer, "dtype": str(dtype).split(".")[-1]}
     tokenizer = load_tokenizer(args.model, args.revision)
     prompts = [at_row(row, format_prompt, tokenizer, row.prompt) for _, row in chosen]
     model = load_model(args.model, args.revision, device, dtype)
@@ -125,7 +141,7 @@ def measure_all(args, chosen: list, sizes: list[int], grams: Path, device) -> di
                                  args.oracle_table, "make the table again, or pass --allow_mismatch")
     check_identity(grams / "run.json", identity, args.overwrite)
 
-    gram = ScoreGram(model, law_of(args), args.scoring, args.gram_memory * 2**20)
+    gram = ScoreGram(model, law_of(args), args.scoring, args.gram_memory * 2**20, args.params)
     audit = None
     progress = tqdm(list(zip(chosen, prompts)), unit="prompt", disable=args.quiet or not sys.stderr.isatty())
     for (place, row), prompt_ids in progress:
@@ -145,8 +161,12 @@ def measure_all(args, chosen: list, sizes: list[int], grams: Path, device) -> di
 def write_results(args, records: Iterable, about: dict, label: str) -> dict:
     """Compute everything from the Gram records and write the JSON files → the results."""
     table: list[dict] = []
-    moments = estimators.reduce_prompts(_noting(records, table))
+    layers: list[tuple] = []
+    moments = estimators.reduce_prompts(_noting(records, table, layers))
     summary = estimators.summarise(moments, args.K_list, seed=args.seed)
+    if layers:
+        summary["by_layer"] = by_layer(layers[0][0], [moments for _, moments in layers],
+                                       [row["V_oracle"] for row in table], args.K_list, seed=args.seed)
     results = {**summary, **about}
     folder = Path(args.save_json)
     for K in args.K_list:
@@ -158,11 +178,13 @@ def write_results(args, records: Iterable, about: dict, label: str) -> dict:
     return results
 
 
-def _noting(records: Iterable, table: list) -> Iterable:
-    """Pass records on, keeping of each only what the detailed files say about its prompt."""
+def _noting(records: Iterable, table: list, layers: list) -> Iterable:
+    """Pass records on, keeping of each only what the detailed files and ``by_layer`` say about its prompt."""
     for record in records:
         table.append({"prompt": record.prompt, "ground_truth": record.ground_truth, "V_oracle": record.oracle_value,
                       "n_oracle": record.n_oracle, "mean_reward": float(record.rewards.mean())})
+        if record.modules is not None:
+            layers.append((record.modules, record.module_moments))
         yield record
 
 

@@ -14,6 +14,7 @@ compares, parameter by parameter, with one ordinary backward.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -35,38 +36,47 @@ AUDIT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05
 
 @dataclass(frozen=True)
 class Block:
-    """What one block gives. gram: (B, B) float64; log_probs: (B,) float64; lengths: (B,) scored tokens."""
+    """What one block gives. gram: (B, B) float64; log_probs: (B,) float64; by_module: (modules, B, B) float64,
+    in the order of ``ScoreGram.modules``, adding up to gram; None unless asked for.
+    """
 
     gram: np.ndarray
     log_probs: np.ndarray
-    lengths: np.ndarray
+    by_module: np.ndarray | None = None
 
 
 class ScoreGram:
     """Builds score Grams of one model. Freezes the model's parameters for good.
 
     model: a causal language model in eval mode; the parameters measured are those with requires_grad (under
-    LoRA only the adapters). law: the sampling law whose log-probs are differentiated. scoring: "exact", or
+    LoRA only the adapters), and with ``params`` only those whose name that regular expression finds. law: the sampling law whose log-probs are differentiated. scoring: "exact", or
     "published" for the paper's released evaluation (full softmax at temperature 1, end-of-sequence left out).
     budget: bytes of a temporary while a layer is contracted.
     """
 
-    def __init__(self, model: nn.Module, law: SamplingLaw, scoring: str = "exact", budget: int = 64 * 2**20):
+    def __init__(self, model: nn.Module, law: SamplingLaw, scoring: str = "exact", budget: int = 64 * 2**20,
+                 params: str | None = None):
         self.model = model.eval()
         self.law = law if scoring == "exact" else SamplingLaw()
         self.score_eos = scoring == "exact"
         self.budget = budget
-        self.names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-        self.parameters = {id(p): p for p in model.parameters() if p.requires_grad}
-        if not self.parameters:
-            raise UserError("the model has no parameter with requires_grad: nothing to measure")
+        chosen = {name: p for name, p in model.named_parameters()
+                  if p.requires_grad and (params is None or re.search(params, name))}
+        if not chosen:
+            raise UserError("the model has no parameter with requires_grad" if params is None else
+                            f"--params {params}: finds no parameter; names look like "
+                            f"{next(iter(model.named_parameters()))[0]}")
+        self.names = {id(p): name for name, p in chosen.items()}
+        self.parameters = {id(p): p for p in chosen.values()}
+        self.modules = sorted({_module_of(name) for name in chosen}, key=_natural_order)
         self.takes_positions = "position_ids" in inspect.signature(_innermost(model).forward).parameters
         self._said: set[str] = set()
-        for p in self.parameters.values():
+        for p in model.parameters():
             p.requires_grad_(False)
 
-    def block(self, prompt_ids: Sequence[int], continuations: Sequence[Continuation]) -> Block:
-        """Gram, log-probs and scored lengths of the continuations (at least one) of one prompt.
+    def block(self, prompt_ids: Sequence[int], continuations: Sequence[Continuation],
+              by_module: bool = False) -> Block:
+        """Gram and log-probs of the continuations (at least one) of one prompt, and the Gram of every module.
 
         Raises FloatingPointError when a log-prob or the Gram is not finite.
         """
@@ -75,7 +85,15 @@ class ScoreGram:
         values = log_probs_of_rows.double().cpu().numpy()
         if not (np.isfinite(gram).all() and np.isfinite(values).all()):
             raise FloatingPointError("a log-prob or a score product is not finite")
-        return Block(gram, values, np.array([self._scored_length(c) for c in continuations]))
+        return Block(gram, values, self._by_module(by_parameter) if by_module else None)
+
+    def _by_module(self, by_parameter: dict[int, torch.Tensor]) -> np.ndarray:
+        first = next(iter(by_parameter.values()))
+        grams = torch.zeros(len(self.modules), *first.shape, dtype=torch.float64, device=first.device)
+        place = {module: i for i, module in enumerate(self.modules)}
+        for key, gram in by_parameter.items():
+            grams[place[_module_of(self.names[key])]] += gram
+        return grams.cpu().numpy()
 
     def audit(self, prompt_ids: Sequence[int], continuations: Sequence[Continuation], seed: int = 0) -> dict:
         """Compare every parameter's Gram with one ordinary backward → {"parameters", "max_relative_error", ...}.
@@ -204,6 +222,15 @@ class ScoreGram:
                 for hook in hooks:
                     hook.remove()
         return norms
+
+
+def _module_of(parameter: str) -> str:
+    return parameter.rpartition(".")[0] or parameter
+
+
+def _natural_order(name: str) -> list:
+    """layers.2 before layers.10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def _innermost(model: nn.Module) -> nn.Module:

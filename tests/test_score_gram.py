@@ -46,6 +46,44 @@ def test_audit_finds_every_parameter_right_in_float64(family, tied):
     assert audit["max_relative_error"] < 1e-9
 
 
+def test_a_model_with_biases_everywhere_is_measured_exactly():
+    model = tiny_model("llama", attention_bias=True, mlp_bias=True)
+    model.lm_head.bias = nn.Parameter(torch.randn(40, dtype=torch.float64))
+    assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
+
+
+def test_under_lora_only_the_adapters_are_measured():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny_model("qwen2"), peft.LoraConfig(r=3, lora_alpha=8, lora_dropout=0.1, bias="lora_only",
+                                                                    target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.copy_(torch.randn_like(p))
+    model = model.double().eval()
+    adapters = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
+    model.model.requires_grad_(False)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name in adapters)
+    gram = ScoreGram(model, LAW)
+    assert set(gram.names.values()) == set(adapters) and all("lora_" in name or "bias" in name for name in adapters)
+    assert gram.audit(PROMPT, random_continuations(0, LENGTHS))["max_relative_error"] < 1e-9
+
+
+@pytest.mark.parametrize("dtype,error", [(torch.bfloat16, 0.05), (torch.float16, 0.02)])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "gpt2"])
+def test_half_precision_grams_are_summed_in_float32_and_stay_close(family, dtype, error):
+    half, exact = tiny_model(family, dtype=dtype), tiny_model(family)
+    exact.load_state_dict(half.state_dict())
+    continuations = random_continuations(0, LENGTHS)
+    truth = ScoreGram(exact, LAW).block(PROMPT, continuations).gram
+    gram = ScoreGram(half, LAW)
+    assert np.abs(gram.block(PROMPT, continuations).gram - truth).max() < error * np.abs(truth).max()
+    gram.audit(PROMPT, continuations)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gram_equals_per_sample_autograd_in_float32_to_1e_4(family):
     exact, single = tiny_model(family), tiny_model(family, dtype=torch.float32)

@@ -303,3 +303,23 @@ def test_the_scripts_run_from_any_folder_and_end_errors_without_a_traceback(tmp_
                          text=True)
     assert bad.returncode == 2 and "Traceback" not in bad.stderr and "missing.jsonl" in bad.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_layers_add_up_to_the_whole_and_params_measures_the_layers_it_finds(policy, table, tmp_path):
+    flags = ("--K_list", 4, 6, "--M", 2)
+    assert tracecov(policy, table, tmp_path / "all", *flags, "--by_layer")[0] == 0
+    whole = read(tmp_path / "all" / "tracecov_four tokens.json")
+    layers = whole["by_layer"]
+    assert len(layers["modules"]) == len(set(layers["modules"])) > 5
+    for name, values in whole["conditional_on_x"].items():
+        np.testing.assert_allclose(np.sum(layers["trace_cov"][name], axis=1), values, rtol=1e-9)
+        assert np.shape(layers["trace_cov_ci95"][name]) == (2, len(layers["modules"]), 2)
+    assert tracecov(policy, table, tmp_path / "part", *flags, "--params", r"\.c_attn\.|ln_f")[0] == 0
+    part = read(tmp_path / "part" / "tracecov_four tokens.json")
+    chosen = [i for i, module in enumerate(layers["modules"]) if "c_attn" in module or "ln_f" in module]
+    assert len(chosen) == 2
+    for name, values in part["conditional_on_x"].items():
+        np.testing.assert_allclose(np.array(layers["trace_cov"][name])[:, chosen].sum(1), values, rtol=1e-9)
+    assert call(run_tracecov, "--from_grams", tmp_path / "all" / "grams", "--K_list", 4, 6, "--skip_plot",
+                "--save_json", tmp_path / "again")[0] == 0
+    assert read(tmp_path / "again" / "tracecov_four tokens.json")["by_layer"] == layers

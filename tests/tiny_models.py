@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TemperatureLogitsWarper,
                           TopKLogitsWarper, TopPLogitsWarper)
 
-FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "gemma", "gemma2", "gemma3_text")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma", "gemma2", "gemma3_text", "olmo2", "gpt_neox", "phi3")
 
 
 def tiny_model(family: str, dtype=torch.float64, seed: int = 0, **settings):
