@@ -11,20 +11,24 @@ import torch
 from torch import nn
 
 from Gradient_evaluation import gram_rules
+from Gradient_evaluation.gradient_sketch import GradientSketch
 
 
 class GramCapture:
     """Context manager around one forward and backward of ``batch`` samples; ``finish`` gives the Grams.
 
     parameters: {id: parameter} measured; lengths: the numbers of positions a layer may see (all of the
-    sequence, or the response alone at the head); budget: bytes of a temporary.
+    sequence, or the response alone at the head); budget: bytes of a temporary. With ``sketch`` and ``weights``
+    (E, batch), ``sketches`` holds {id of parameter: (E, entries)}, the sketches of sum_i weights_ei g_i.
     """
 
     def __init__(self, model: nn.Module, parameters: dict[int, nn.Parameter], batch: int, lengths: set[int],
-                 budget: int):
+                 budget: int, sketch: GradientSketch | None = None, weights: torch.Tensor | None = None):
         self.model, self.parameters = model, parameters
         self.batch, self.lengths, self.budget = batch, lengths, budget
+        self.sketch, self.weights = sketch, weights
         self.grams: dict[int, torch.Tensor] = {}
+        self.sketches: dict[int, torch.Tensor] = {}
         self.expected: dict[int, int] = {}  # uses of a parameter seen in the forward pass
         self.arrived: dict[int, list] = {}  # uses whose output gradient has come
         self.looked_up: dict[int, list[torch.Tensor]] = {}  # ids of a parameter's uses as an embedding
@@ -108,6 +112,10 @@ class GramCapture:
 
     def _arrive(self, key: int, use) -> None:
         """Note one use; a tied head is contracted at once down to what the embedding's cross terms need."""
+        if self.sketch is not None:
+            per_sample = self.sketch.per_sample(key, use)
+            share = self.weights.to(per_sample.dtype) @ per_sample
+            self.sketches[key] = self.sketches[key] + share if key in self.sketches else share
         arrived = self.arrived.setdefault(key, [])
         looked_up = self.looked_up.get(key, [])
         if looked_up and isinstance(use, gram_rules.Outer):

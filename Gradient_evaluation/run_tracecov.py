@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation import estimators, gram_store  # noqa: E402
+from Gradient_evaluation.advantages import group_advantages  # noqa: E402
 from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, run  # noqa: E402
 from Gradient_evaluation.durable_files import write_json  # noqa: E402
 from Gradient_evaluation.flags import add_shared_flags, law_of, law_record  # noqa: E402
@@ -61,6 +62,8 @@ def parse_args():
                         help="published: the paper's released log-probs, for comparison (%(default)s)")
     parser.add_argument("--params", metavar="REGEX", help="measure only parameters whose name this finds")
     parser.add_argument("--by_layer", action="store_true", help="also the traces of every module")
+    parser.add_argument("--sketch_dim", type=integer(0), default=16,
+                        help="size of the gradient sketches behind the group-size law, 0 for none (%(default)s)")
     parser.add_argument("--allow_mismatch", action="store_true", help="take a table made under another law")
     parser.add_argument("--from_grams", metavar="DIR", help="recompute from stored Grams alone, without a model")
     parser.add_argument("--save_json", default="outputs/tracecov", help="folder of results and Grams (%(default)s)")
@@ -110,26 +113,30 @@ def measure(model, tokenizer, gram, prompt_ids, place, row, sizes, args) -> gram
     score = REWARDS[args.reward].score
     ends = np.cumsum(sizes).tolist()
     rewards = np.array([score(continuation.text, row.ground_truth) for continuation in drawn])
-    blocks, moments = [], []
+    blocks, moments, sketches = [], [], []
     for size, end in zip(sizes, ends):
-        block = gram.block(prompt_ids, drawn[end - size:end], args.by_layer)
+        grpo = group_advantages(rewards[end - size:end], "leave_one_out")[None] / size
+        block = gram.block(prompt_ids, drawn[end - size:end], args.by_layer, grpo if args.sketch_dim else None)
+        if args.sketch_dim:
+            sketches.append(block.sketch[0])
         if args.by_layer:
             moments.append(layer_moments(block.by_module, rewards[end - size:end]))
-        blocks.append(replace(block, by_module=None))
+        blocks.append(replace(block, by_module=None, sketch=None))
     return gram_store.GramRecord(
         prompt_id=row.prompt_id, index=place, prompt=row.prompt, ground_truth=row.ground_truth,
         oracle_value=row.oracle_value, n_oracle=row.oracle_samples,
         rewards=rewards,
         lengths=np.array([len(continuation.tokens) for continuation in drawn]),
         log_probs=np.concatenate([block.log_probs for block in blocks]), grams=[block.gram for block in blocks],
-        modules=gram.modules if moments else None, module_moments=np.mean(moments, axis=0) if moments else None)
+        modules=gram.modules if moments else None, module_moments=np.mean(moments, axis=0) if moments else None,
+        sketch=np.mean(sketches, axis=0) if sketches else None)
 
 
 def measure_all(args, chosen: list, sizes: list[int], grams: Path, device) -> dict:
     """Measure every chosen prompt that has no Gram file yet → the checks of the run."""
     dtype = resolve_dtype(args.dtype, device)
     identity = {**law_record(args), "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
-                "params": args.params, "by_layer": args.by_layer, "dtype": str(dtype).split(".")[-1]}
+                "params": args.params, "by_layer": args.by_layer, "sketch_dim": args.sketch_dim, "dtype": str(dtype).split(".")[-1]}
     tokenizer = load_tokenizer(args.model, args.revision)
     prompts = [at_row(row, format_prompt, tokenizer, row.prompt) for _, row in chosen]
     model = load_model(args.model, args.revision, device, dtype)
@@ -141,7 +148,7 @@ def measure_all(args, chosen: list, sizes: list[int], grams: Path, device) -> di
                                  args.oracle_table, "make the table again, or pass --allow_mismatch")
     check_identity(grams / "run.json", identity, args.overwrite)
 
-    gram = ScoreGram(model, law_of(args), args.scoring, args.gram_memory * 2**20, args.params)
+    gram = ScoreGram(model, law_of(args), args.scoring, args.gram_memory * 2**20, args.params, args.sketch_dim)
     audit = None
     progress = tqdm(list(zip(chosen, prompts)), unit="prompt", disable=args.quiet or not sys.stderr.isatty())
     for (place, row), prompt_ids in progress:

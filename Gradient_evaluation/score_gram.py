@@ -26,6 +26,7 @@ from torch import nn
 
 from Gradient_evaluation import gram_rules
 from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.gradient_sketch import GradientSketch
 from Gradient_evaluation.gram_capture import GramCapture
 from Gradient_evaluation.sampling import Continuation, SamplingLaw, log_probs
 
@@ -37,12 +38,14 @@ AUDIT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05
 @dataclass(frozen=True)
 class Block:
     """What one block gives. gram: (B, B) float64; log_probs: (B,) float64; by_module: (modules, B, B) float64,
-    in the order of ``ScoreGram.modules``, adding up to gram; None unless asked for.
+    in the order of ``ScoreGram.modules``, adding up to gram, None unless asked for; sketch: (E, S) float32, the
+    sketches of sum_i weights_ei g_i, None without a sketch.
     """
 
     gram: np.ndarray
     log_probs: np.ndarray
     by_module: np.ndarray | None = None
+    sketch: np.ndarray | None = None
 
 
 class ScoreGram:
@@ -51,11 +54,11 @@ class ScoreGram:
     model: a causal language model in eval mode; the parameters measured are those with requires_grad (under
     LoRA only the adapters), and with ``params`` only those whose name that regular expression finds. law: the sampling law whose log-probs are differentiated. scoring: "exact", or
     "published" for the paper's released evaluation (full softmax at temperature 1, end-of-sequence left out).
-    budget: bytes of a temporary while a layer is contracted.
+    budget: bytes of a temporary while a layer is contracted. sketch_dim: k of gradient_sketch.py, 0 for none.
     """
 
     def __init__(self, model: nn.Module, law: SamplingLaw, scoring: str = "exact", budget: int = 64 * 2**20,
-                 params: str | None = None):
+                 params: str | None = None, sketch_dim: int = 0, sketch_seed: int = 0):
         self.model = model.eval()
         self.law = law if scoring == "exact" else SamplingLaw()
         self.score_eos = scoring == "exact"
@@ -70,22 +73,27 @@ class ScoreGram:
         self.parameters = {id(p): p for p in chosen.values()}
         self.modules = sorted({_module_of(name) for name in chosen}, key=_natural_order)
         self.takes_positions = "position_ids" in inspect.signature(_innermost(model).forward).parameters
+        self.sketch = None
+        if sketch_dim:
+            named = {key: (self.names[key], p) for key, p in self.parameters.items()}
+            self.sketch = GradientSketch(named, sketch_dim, sketch_seed)
         self._said: set[str] = set()
         for p in model.parameters():
             p.requires_grad_(False)
 
-    def block(self, prompt_ids: Sequence[int], continuations: Sequence[Continuation],
-              by_module: bool = False) -> Block:
-        """Gram and log-probs of the continuations (at least one) of one prompt, and the Gram of every module.
+    def block(self, prompt_ids: Sequence[int], continuations: Sequence[Continuation], by_module: bool = False,
+              weights: np.ndarray | None = None) -> Block:
+        """Gram and log-probs of the B continuations (at least one) of one prompt, and the Gram of every module.
 
-        Raises FloatingPointError when a log-prob or the Gram is not finite.
+        weights (E, B): with a sketch_dim, the combinations of scores to sketch, from the same backward. Raises
+        FloatingPointError when a log-prob or the Gram is not finite.
         """
-        by_parameter, log_probs_of_rows = self._grams(prompt_ids, continuations)
+        by_parameter, log_probs_of_rows, sketch = self._grams(prompt_ids, continuations, weights)
         gram = sum(by_parameter.values()).cpu().numpy()
         values = log_probs_of_rows.double().cpu().numpy()
         if not (np.isfinite(gram).all() and np.isfinite(values).all()):
             raise FloatingPointError("a log-prob or a score product is not finite")
-        return Block(gram, values, self._by_module(by_parameter) if by_module else None)
+        return Block(gram, values, self._by_module(by_parameter) if by_module else None, sketch)
 
     def _by_module(self, by_parameter: dict[int, torch.Tensor]) -> np.ndarray:
         first = next(iter(by_parameter.values()))
@@ -103,7 +111,7 @@ class ScoreGram:
         below it (a key bias without rotary positions has gradient 0). Each gradient is reduced and freed as it
         arrives. Raises UserError naming the module when an error exceeds the dtype's tolerance.
         """
-        by_parameter, _ = self._grams(prompt_ids, continuations)
+        by_parameter, _, _ = self._grams(prompt_ids, continuations)
         signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=len(continuations))
         truth = self._ordinary_backward(prompt_ids, continuations, signs)
         w = torch.from_numpy(signs)
@@ -149,11 +157,15 @@ class ScoreGram:
 
     # -- the Gram ----------------------------------------------------------------------------------------
 
-    def _grams(self, prompt_ids, continuations) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """({id of parameter: Q_p (B, B) float64}, log-probs (B,))."""
+    def _grams(self, prompt_ids, continuations, weights=None):
+        """({id of parameter: Q_p (B, B) float64}, log-probs (B,), sketch (E, S) or None)."""
+        sketch = None if weights is None else self.sketch
+        if sketch is not None:
+            weights = torch.as_tensor(weights, dtype=torch.float64, device=self.model.device)
         longest = max(len(c.tokens) for c in continuations)
         lengths = {longest, len(prompt_ids) + longest - 1}
-        capture = GramCapture(self.model, self.parameters, len(continuations), lengths, self.budget)
+        capture = GramCapture(self.model, self.parameters, len(continuations), lengths, self.budget, sketch,
+                              weights)
         with capture, torch.enable_grad():
             values = self._log_probs(prompt_ids, continuations)
             if values.requires_grad:
@@ -162,7 +174,22 @@ class ScoreGram:
         missing = [key for key in self.parameters if key not in grams]
         if missing:
             grams |= self._fallback(prompt_ids, continuations, missing)
-        return grams, values.detach()
+        if sketch is None:
+            return grams, values.detach(), None
+        sketches = capture.sketches | self._sketches_by_backward(prompt_ids, continuations, weights, missing)
+        whole = torch.cat([sketches[key].float() for key in self.parameters], dim=1)
+        return grams, values.detach(), whole.cpu().numpy()
+
+    def _sketches_by_backward(self, prompt_ids, continuations, weights, keys) -> dict[int, torch.Tensor]:
+        """Sketches of the parameters the rules cannot read, from one ordinary backward per combination."""
+        wanted, rows = [self.parameters[key] for key in keys], []
+        for combination in weights if keys else ():
+            with _requires_grad(wanted), torch.enable_grad():
+                value = self._log_probs(prompt_ids, continuations)
+                gradients = torch.autograd.grad((value * combination.to(value.dtype)).sum(), wanted,
+                                                allow_unused=True, materialize_grads=True)
+            rows.append([self.sketch.of_gradient(key, g) for key, g in zip(keys, gradients)])
+        return {key: torch.stack(parts) for key, parts in zip(keys, zip(*rows))}
 
     def _fallback(self, prompt_ids, continuations, keys) -> dict[int, torch.Tensor]:
         """Exact Grams of the parameters the rules cannot read: one backward per sample, in slices."""

@@ -1,0 +1,81 @@
+"""Sketches of gradients: exact when they are large enough, unbiased when they are not, the same for every prompt."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import FAMILIES, per_sample_scores, random_continuations, tiny_model
+
+from Gradient_evaluation.sampling import SamplingLaw
+from Gradient_evaluation.score_gram import ScoreGram
+
+LAW = SamplingLaw(max_new_tokens=6)
+PROMPTS = ([1, 5, 9, 5, 7], [4, 4, 30])
+WEIGHTS = np.array([[0.5, -1.0, 0.25, 2.0], [1.0, 1.0, 1.0, 1.0]])
+
+
+def sketch(model, prompt, k, seed=0, weights=WEIGHTS, continuations_seed=0):
+    continuations = random_continuations(continuations_seed, (3, 6, 1, 5))
+    return ScoreGram(model, LAW, sketch_dim=k, sketch_seed=seed).block(prompt, continuations, weights=weights).sketch
+
+
+def gradients(model, prompt, continuations_seed=0):
+    for p in model.parameters():
+        p.requires_grad_(True)
+    return WEIGHTS @ per_sample_scores(model, prompt, random_continuations(continuations_seed, (3, 6, 1, 5)),
+                                       LAW).numpy()
+
+
+@pytest.mark.parametrize("family,settings", [*((f, {}) for f in FAMILIES), ("qwen2", dict(tie_word_embeddings=True)),
+                                             ("mixtral", dict(num_local_experts=2, num_experts_per_tok=1))])
+def test_a_sketch_as_wide_as_the_parameters_is_the_gradient(family, settings):
+    model = tiny_model(family, **settings)
+    exact = sketch(model, PROMPTS[0], 1000)
+    truth = gradients(model, PROMPTS[0])
+    assert exact.shape == truth.shape and exact.dtype == np.float32
+    np.testing.assert_allclose(exact, truth, rtol=1e-4, atol=1e-5 * np.abs(truth).max())
+
+
+@pytest.mark.parametrize("family,settings", [("qwen2", dict(tie_word_embeddings=True)), ("gpt2", {}),
+                                             ("mixtral", dict(num_local_experts=2, num_experts_per_tok=1))])
+def test_inner_products_of_sketches_are_unbiased_for_those_of_the_gradients(family, settings):
+    model = tiny_model(family, **settings)
+    a, b = gradients(model, PROMPTS[0])[0], gradients(model, PROMPTS[1], 1)[0]
+    for p in model.parameters():
+        p.requires_grad_(True)
+    found = []
+    for seed in range(60):
+        grams = ScoreGram(model, LAW, sketch_dim=4, sketch_seed=seed)
+        pair = [grams.block(prompt, random_continuations(s, (3, 6, 1, 5)), weights=WEIGHTS).sketch[0].astype(float)
+                for s, prompt in enumerate(PROMPTS)]
+        found.append((pair[0] @ pair[1], pair[0] @ pair[0]))
+        for p in model.parameters():
+            p.requires_grad_(True)
+    error = np.std(found, axis=0, ddof=1) / np.sqrt(len(found))
+    assert (np.abs(np.mean(found, axis=0) - [a @ b, a @ a]) < 4 * error).all()
+    assert len(set(found)) == len(found)
+
+
+def test_a_sketch_does_not_depend_on_the_process_or_the_order_of_prompts():
+    a = sketch(tiny_model("qwen2"), PROMPTS[0], 4)
+    grams = ScoreGram(tiny_model("qwen2"), LAW, sketch_dim=4)
+    grams.block(PROMPTS[1], random_continuations(1, (3, 6, 1, 5)), weights=WEIGHTS)
+    b = grams.block(PROMPTS[0], random_continuations(0, (3, 6, 1, 5)), weights=WEIGHTS).sketch
+    assert (a == b).all() and a.shape[1] == sum(grams.sketch.sizes.values())
+
+
+def test_sketching_leaves_the_gram_as_it_is():
+    model = tiny_model("qwen2")
+    continuations = random_continuations(0, (3, 6, 1, 5))
+    plain = ScoreGram(model, LAW).block(PROMPTS[0], continuations)
+    assert plain.sketch is None
+    again = ScoreGram(tiny_model("qwen2"), LAW, sketch_dim=8).block(PROMPTS[0], continuations, weights=WEIGHTS)
+    assert (again.gram == plain.gram).all()
+
+
+def test_matrices_stay_far_smaller_than_the_parameters():
+    model = tiny_model("llama", hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64,
+                       vocab_size=2000, dtype=torch.float32)
+    grams = ScoreGram(model, LAW, sketch_dim=8)
+    grams.block(PROMPTS[0], random_continuations(0, (3, 6, 1, 5)), weights=WEIGHTS)
+    held = sum(m.numel() for m in grams.sketch.matrices.values() if m is not None)
+    assert 0 < held < 0.1 * sum(p.numel() for p in model.parameters())
