@@ -97,6 +97,7 @@ def test_integer_reward_gives_what_the_shared_case_says(case):
         ("minus zero", "-0", 0),
         ("digits of another script", "\u0664\u0662", 42),
         ("full-width digits", "\uff14\uff12", 42),
+        ("zero fraction in another script", "\u0664\u0662.\u0660", 42),
         ("superscript is no digit", "2\u00b3", 2),
         ("no number", "\u00bd of it", None),
     ],
