@@ -1,25 +1,27 @@
-"""Which weight does each continuation of a group get? One function, the four definitions in use."""
+"""Which weight does each continuation of a group get? One function, the definitions in use."""
 
 from __future__ import annotations
 
 import numpy as np
 
 VERL_EPSILON = 1e-6
-KINDS = ("leave_one_out", "mean_only", "std_verl", "leave_one_out_over_std")
+KINDS = ("leave_one_out", "mean_only", "std_verl", "leave_one_out_over_std", "length_weighted")
 
 
-def group_advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
+def group_advantages(rewards: np.ndarray, kind: str, lengths: np.ndarray | None = None) -> np.ndarray:
     """Advantages of the continuations of a group, same shape as ``rewards``, float64.
 
     Args:
-        rewards: (K,) or (n_groups, K), K >= 2, any finite values.
+        rewards: (K,) or (..., K), K >= 2, any finite values.
         kind: ``leave_one_out``: r - mean of the other K - 1 (the paper's GRPO; RLOO);
             ``mean_only``: r - group mean (Dr. GRPO);
             ``std_verl``: (r - group mean) / (std_ddof1 + 1e-6) (VERL);
-            ``leave_one_out_over_std``: leave-one-out over std_ddof1, no epsilon (the paper's appendix).
+            ``leave_one_out_over_std``: leave-one-out over std_ddof1, no epsilon (the paper's appendix);
+            ``length_weighted``: r - sum(length r) / sum(length), the own continuation included (OPO).
+        lengths: same shape, in tokens; only ``length_weighted`` reads them.
 
-    A group of equal rewards gets zeros. Raises ValueError for an unknown kind, K < 2 or a reward that is not
-    finite. Example, 8 continuations of which 3 are right: the right ones get +0.7143, +0.6250, +1.2076, +1.380.
+    A group of equal rewards gets zeros. Raises ValueError for an unknown kind, K < 2, a reward that is not
+    finite, or missing lengths. Example, 8 continuations of which 3 are right: the right ones get +0.7143, +0.6250, +1.2076, +1.380.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
     if kind not in KINDS:
@@ -32,6 +34,11 @@ def group_advantages(rewards: np.ndarray, kind: str) -> np.ndarray:
     equal = (rewards == rewards[..., :1]).all(-1, keepdims=True)
     # Rounding of the mean must not leave a trace that a division by a vanishing std would blow up.
     centred = np.where(equal, 0.0, rewards - rewards.mean(-1, keepdims=True))
+    if kind == "length_weighted":
+        if lengths is None:
+            raise ValueError("length_weighted advantages need lengths")
+        weights = lengths / np.sum(lengths, axis=-1, keepdims=True)
+        return centred - (weights * centred).sum(-1, keepdims=True)
     if kind == "mean_only":
         return centred
     if kind == "leave_one_out":

@@ -102,3 +102,22 @@ def group_trace(moments: PairMoments, group_size: int | np.ndarray) -> np.ndarra
     zeta1 = moments.shared_member - moments.disjoint
     zeta2 = moments.same_pair - moments.disjoint
     return 4 * zeta1 / group_size + (2 * zeta2 - 4 * zeta1) / (group_size * (group_size - 1))
+
+
+def mixture_coefficients(gram: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """Covariance of GRPO with the prompt-only estimator at baseline mu, linear in mu: (..., 2), the u, v below.
+
+    Over a group of K: E<GRPO - E, prompt_only - E> = (2/K) (u - mu v), where u and v are
+    E<h_12, X_1> - E<h_12, X_3> for X = g Z and X = g. Taking the second term from disjoint members instead of
+    ||theta||^2 keeps it exact for scores whose mean is not 0.
+    """
+    size = gram.shape[-1]
+    coefficients = pair_coefficients(rewards - rewards.mean(-1, keepdims=True))
+    own = np.einsum("...ij,...ji->...i", coefficients, gram)
+    total = np.einsum("...ki,...ij->...j", coefficients, gram)
+    result = []
+    for factor in (rewards, np.ones_like(rewards)):
+        shared = (factor * own).sum(-1)
+        disjoint = (factor * total).sum(-1) - 2 * shared
+        result.append((shared - disjoint / (size - 2)) / (size * (size - 1)))
+    return np.stack(result, axis=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,34 +39,48 @@ class PromptBootstrap:
         return np.tensordot(self._weights, values, axes=1)
 
     def interval(self, resampled: np.ndarray) -> list[float] | None:
-        """The 95% percentile interval of (n_bootstrap,) resampled values; None with one prompt."""
-        resampled = resampled[np.isfinite(resampled)]
-        if self.n_prompts < 2 or not len(resampled):
+        """The 95% percentile interval of (n_bootstrap,) resampled values; None with one prompt.
+
+        None too where so many resamples have no finite value that they would decide the interval's ends.
+        """
+        finite = resampled[np.isfinite(resampled)]
+        if self.n_prompts < 2 or len(finite) < 0.975 * len(resampled):
             return None
-        low, high = np.percentile(resampled, [2.5, 97.5])
+        low, high = np.percentile(finite, [2.5, 97.5])
         return [float(low), float(high)]
+
+    def of_means(self, columns: Sequence[np.ndarray], function: Callable[..., np.ndarray]) -> Estimate:
+        """``function`` of the means of several (n_prompts,) columns, with its interval.
+
+        ``function`` takes one array per column, all scalars or all (n_bootstrap,). A value that is not finite is None.
+        """
+        table = np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=-1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            value = float(function(*table.mean(0)))
+            interval = self.interval(function(*self.resampled_means(table).T))
+        if not np.isfinite(value):
+            return Estimate(None, None, "undefined for these averages")
+        if interval is None:
+            reason = ONE_PROMPT if self.n_prompts < 2 else "undefined in more than 2.5% of the resamples"
+            return Estimate(value, None, reason)
+        return Estimate(value, interval)
 
     def mean(self, values: np.ndarray) -> Estimate:
         """The mean of (n_prompts,) values with its interval."""
-        values = np.asarray(values, dtype=np.float64)
-        interval = self.interval(self.resampled_means(values))
-        return Estimate(float(values.mean()), interval, None if interval else ONE_PROMPT)
+        return self.of_means([values], lambda mean: mean)
+
+    def zero_reason(self, values: np.ndarray, name: str) -> str | None:
+        """Why the mean of (n_prompts,) values must not be divided by: its interval includes 0. None if it may.
+
+        With one prompt there is no interval; then the mean itself must be above 0.
+        """
+        estimate = self.mean(values)
+        if estimate.interval is None:
+            return None if estimate.value > 0 else f"the {name} is not above 0 ({estimate.value:.4g})"
+        low, high = estimate.interval
+        return f"the interval of the {name} includes 0 ([{low:.4g}, {high:.4g}])" if low <= 0 <= high else None
 
     def ratio(self, numerator: np.ndarray, denominator: np.ndarray, name: str = "denominator") -> Estimate:
-        """The ratio of the two means, never the mean of per-prompt ratios; both (n_prompts,).
-
-        None where the interval of the denominator includes 0 (or, with one prompt, where it is not above 0).
-        """
-        numerator = np.asarray(numerator, dtype=np.float64)
-        denominator = np.asarray(denominator, dtype=np.float64)
-        below = self.mean(denominator)
-        if below.interval is None:
-            if below.value <= 0:
-                return Estimate(None, None, f"the {name} is not above 0 ({below.value:.4g})")
-            return Estimate(float(numerator.mean()) / below.value, None, ONE_PROMPT)
-        low, high = below.interval
-        if low <= 0 <= high:
-            return Estimate(None, None, f"the interval of the {name} includes 0 ([{low:.4g}, {high:.4g}])")
-        with np.errstate(divide="ignore", invalid="ignore"):
-            resampled = self.resampled_means(numerator) / self.resampled_means(denominator)
-        return Estimate(float(numerator.mean()) / below.value, self.interval(resampled))
+        """The ratio of the two means, never the mean of per-prompt ratios; both (n_prompts,). See ``zero_reason``."""
+        reason = self.zero_reason(denominator, name)
+        return Estimate(None, None, reason) if reason else self.of_means([numerator, denominator], np.divide)

@@ -18,7 +18,8 @@ from Gradient_evaluation.block_statistics import (
     prompt_only_coefficients,
     prompt_only_trace,
 )
-from Gradient_evaluation.estimators import best_baselines, prompt_trace_covs, reduce_prompts, summarise
+from Gradient_evaluation.estimators import prompt_trace_covs, reduce_prompts, summarise
+from Gradient_evaluation.prompt_moments import best_baselines
 
 EXACT = dict(rel=1e-10, abs=1e-10)
 KINDS_OF_POLICY = pytest.mark.parametrize("centred", [True, False], ids=["centred", "not_centred"])

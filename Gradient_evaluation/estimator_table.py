@@ -1,0 +1,231 @@
+"""Which gradient estimators are compared? One table; adding one is one entry.
+
+An entry is a title and either ``moments``, a closed form in the prompts' moments, or ``group``, a rule whose
+moments are found by resampled groups (``resampled_groups``). K is the number of continuations of a group;
+theta(x) = E[g Z] the prompt's true gradient. All formulas take E[g] = 0 where they say theta: a score of the
+law that was sampled has it, and the on-policy check of every run shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from Gradient_evaluation.block_statistics import PairMoments, group_trace, prompt_only_trace
+from Gradient_evaluation.prompt_moments import PromptMoments
+from Gradient_evaluation.resampled_groups import GroupRule
+
+
+class Moments(NamedTuple):
+    """One estimator at one K: each (n_prompts,) float64, or a text that says why it cannot be computed."""
+
+    trace: np.ndarray | str  # tr Cov[ghat | x]
+    signal: np.ndarray | str  # ||E[ghat | x]||^2
+    squared_bias: np.ndarray | str  # ||E[ghat | x] - theta(x)||^2
+    mse: np.ndarray | str  # E||ghat - theta(x)||^2
+    scale: float | None = None  # where E[ghat | x] = scale * theta(x) exactly
+    weight: np.ndarray | None = None  # how much each prompt counts: P(keep) where groups are dropped
+    notes: Mapping[str, float] = {}  # further numbers for the results, such as a fitted weight
+
+
+class Estimator(NamedTuple):
+    """An entry of the table. ``other_target`` says what it estimates if that is not theta."""
+
+    title: str
+    moments: Callable[[PromptMoments, int], Moments] | None = None
+    group: GroupRule | None = None
+    other_target: str | None = None
+
+
+def unbiased(prompts: PromptMoments, trace: np.ndarray | str, **more) -> Moments:
+    """The moments of an estimator with E[ghat] = theta: the MSE is the trace."""
+    return Moments(trace, prompts.pairs.disjoint, np.zeros(len(prompts)), trace, scale=1.0, **more)
+
+
+def prompt_only(prompts: PromptMoments, group_size: int, baseline: np.ndarray | float | str) -> Moments:
+    """The estimator (1/K) sum_i g_i (Z_i - b(x)) with b fixed before the group is drawn; a text b is a reason."""
+    if isinstance(baseline, str):
+        return unbiased(prompts, baseline)
+    return unbiased(prompts, prompt_only_trace(prompts.coefficients, baseline) / group_size)
+
+
+def best_baseline(prompts: PromptMoments, group_size: int) -> Moments:
+    """b* = E[Z ||g||^2] / E||g||^2, cross-fitted over blocks (Greensmith et al. 2004): the floor of ``prompt_only``."""
+    trace = prompts.best_trace
+    return unbiased(prompts, trace if isinstance(trace, str) else trace / group_size)
+
+
+def mean_of_others(prompts: PromptMoments) -> np.ndarray | str:
+    """(n,): for each prompt the mean over the other prompts of their mean rewards."""
+    n = len(prompts)
+    if n < 2:
+        return "the mean reward of the other prompts needs at least two prompts"
+    return (prompts.mean_reward.sum() - prompts.mean_reward) / (n - 1)
+
+
+def leave_one_out(prompts: PromptMoments, group_size: int) -> Moments:
+    """GRPO as in the paper: C_i the mean of the other K - 1 rewards; a U-statistic of order 2."""
+    return unbiased(prompts, group_trace(prompts.pairs, group_size))
+
+
+def group_mean(prompts: PromptMoments, group_size: int) -> Moments:
+    """Dr. GRPO: C the mean of all K rewards, which is (K-1)/K times leave-one-out, bias -theta/K."""
+    scale = (group_size - 1) / group_size
+    theta_sq = prompts.pairs.disjoint
+    trace, bias = scale**2 * group_trace(prompts.pairs, group_size), theta_sq / group_size**2
+    return Moments(trace, scale**2 * theta_sq, bias, trace + bias, scale=scale)
+
+
+def mixture_trace(prompts: PromptMoments, group_size: int, weight, baseline) -> np.ndarray:
+    """tr Cov of weight * leave-one-out + (1 - weight) * prompt-only(baseline), exact; derived in shared METHOD 4."""
+    group, constant, covariance = _mixture_parts(prompts, group_size, baseline)
+    return weight**2 * group + (1 - weight) ** 2 * constant + 2 * weight * (1 - weight) * covariance
+
+
+def _mixture_parts(prompts: PromptMoments, group_size: int, baseline: np.ndarray):
+    """tr Cov of leave-one-out and of prompt-only at baseline (..., n), and their covariance; broadcast to (..., n)."""
+    group = group_trace(prompts.pairs, group_size)
+    constant = prompt_only_trace(prompts.coefficients, baseline) / group_size
+    covariance = 2 / group_size * (prompts.mixture[:, 0] - baseline * prompts.mixture[:, 1])
+    return np.broadcast_to(group, constant.shape), constant, covariance
+
+
+def shrinkage_weights(prompts: PromptMoments, group_size: int) -> np.ndarray:
+    """(n,) weights in [0, 1] of the leave-one-out mean that minimise the average trace of the OTHER prompts.
+
+    One weight for all prompts, cross-fitted: prompt x's comes from the others alone, also in the mean over
+    prompts toward which they are shrunk, so that no prompt's noise reaches its own weight. Needs 3 prompts.
+    """
+    n, mean = len(prompts), prompts.mean_reward
+    baseline = (mean.sum() - mean[:, None] - mean[None, :]) / (n - 2)  # of prompt y when x is left out: [x, y]
+    others = 1.0 - np.eye(n)
+    group, constant, covariance = ((part * others).sum(-1) for part in _mixture_parts(prompts, group_size, baseline))
+    curvature = group + constant - 2 * covariance
+    best = np.divide(constant - covariance, curvature, out=(group <= constant) * 1.0, where=curvature > 0)
+    return np.clip(best, 0.0, 1.0)
+
+
+def shrinkage(prompts: PromptMoments, group_size: int) -> Moments:
+    """Leave-one-out mean pulled toward the mean over the other prompts (arXiv 2511.03710), weight cross-fitted."""
+    if len(prompts) < 3:
+        return unbiased(prompts, "the cross-fitted shrinkage weight needs at least three prompts")
+    weights = shrinkage_weights(prompts, group_size)
+    trace = mixture_trace(prompts, group_size, weights, mean_of_others(prompts))
+    return unbiased(prompts, trace, notes={"leave_one_out_weight": float(weights.mean())})
+
+
+def length_normalised(prompts: PromptMoments, group_size: int) -> Moments:
+    """Leave-one-out with the score g / length: the same formulas with Q_ij / (l_i l_j)."""
+    pairs: PairMoments = prompts.pairs_by_length
+    return Moments(group_trace(pairs, group_size), pairs.disjoint, "", "")
+
+
+def resampled(prompts: PromptMoments, name: str, group_size: int) -> Moments:
+    """The moments of a ``group`` entry. Raises KeyError if the prompts were reduced without it or without this K."""
+    found = prompts.groups[name, group_size]
+    if ESTIMATORS[name].group.drop_equal:
+        return _conditional_on_keeping(found, group_size)
+    theta_sq = prompts.pairs.disjoint
+    signal = found.disjoint if _complete(found.disjoint) else _too_small(group_size, 2 * group_size)
+    trace = signal if isinstance(signal, str) else found.square - signal
+    mse = _too_small(group_size, group_size + 2)
+    if _complete(found.inner):
+        mse = found.square - 2 * found.inner + theta_sq
+    bias = signal if isinstance(signal, str) else mse if isinstance(mse, str) else mse - trace
+    return Moments(trace, signal, bias, mse)
+
+
+def _conditional_on_keeping(found, group_size: int) -> Moments:
+    """Moments given that the group is kept; prompts weigh by P(keep), their share of the groups in a batch.
+
+    P tr Cov[ghat | keep] = E[||ghat||^2 1_keep] - ||E[ghat 1_keep]||^2 / P and P ||E[ghat | keep]||^2 =
+    ||E[ghat 1_keep]||^2 / P: a ratio within each prompt, so consistent as its blocks grow, not unbiased.
+    """
+    if not _complete(found.disjoint):
+        reason = _too_small(group_size, 2 * group_size)
+        weight = found.kept if _complete(found.kept) else None
+        return Moments(reason, reason, "", "", weight=weight)
+    safe = np.where(found.kept > 0, found.kept, 1.0)
+    signal = np.where(found.kept > 0, found.disjoint / safe**2, 0.0)
+    trace = np.where(found.kept > 0, found.square / safe, 0.0) - signal
+    return Moments(trace, signal, "", "", weight=found.kept)
+
+
+def _complete(values: np.ndarray) -> bool:
+    return not np.isnan(values).any()
+
+
+def _too_small(group_size: int, needed: int) -> str:
+    return f"K={group_size} needs a block of at least {needed} continuations of every prompt"
+
+
+BY_STD = "theta scaled by the group's standard deviation"
+BY_LENGTH = "theta scaled by lengths"
+
+ESTIMATORS: dict[str, Estimator] = {
+    "naive": Estimator("vanilla: no baseline", lambda p, k: prompt_only(p, k, 0.0)),
+    "grpo": Estimator("GRPO as in the paper: leave-one-out mean (RLOO)", leave_one_out),
+    "oracleV": Estimator("oracle baseline V(x)", lambda p, k: prompt_only(p, k, p.oracle_value)),
+    "best_baseline": Estimator("floor: best prompt-only baseline", best_baseline),
+    "mean_reward": Estimator("mean reward of the other prompts", lambda p, k: prompt_only(p, k, mean_of_others(p))),
+    "greedy": Estimator("reward of a greedy continuation (ReMax)", lambda p, k: prompt_only(p, k, p.greedy_reward)),
+    "dr_grpo": Estimator("Dr. GRPO: mean of the whole group", group_mean),
+    "shrinkage": Estimator("leave-one-out mean shrunk to the mean over prompts", shrinkage),
+    "length_normalised": Estimator("leave-one-out, score / length", length_normalised, other_target=BY_LENGTH),
+    "std_verl": Estimator("advantage over std, as VERL", group=GroupRule("std_verl"), other_target=BY_STD),
+    "std_paper": Estimator(
+        "leave-one-out over std, as the paper's appendix",
+        group=GroupRule("leave_one_out_over_std"),
+        other_target=BY_STD,
+    ),
+    "opo": Estimator("OPO: length-weighted mean of the group", group=GroupRule("length_weighted")),
+    "token_mean": Estimator(
+        "leave-one-out, token-mean aggregation",
+        group=GroupRule("leave_one_out", token_mean=True),
+        other_target=BY_LENGTH,
+    ),
+    "verl_default": Estimator(
+        "VERL's default: advantage over std, token-mean",
+        group=GroupRule("std_verl", token_mean=True),
+        other_target=f"{BY_STD} and by lengths",
+    ),
+    "dynamic_sampling": Estimator(
+        "leave-one-out, groups of equal rewards dropped",
+        group=GroupRule("leave_one_out", drop_equal=True),
+        other_target="theta over P(keep), given that the group is kept",
+    ),
+    "dapo": Estimator(
+        "DAPO: over std, token-mean, groups of equal rewards dropped",
+        group=GroupRule("std_verl", token_mean=True, drop_equal=True),
+        other_target=f"{BY_STD} and by lengths, given that the group is kept",
+    ),
+}
+ALIASES = {"rloo": "grpo", "vanilla": "naive", "oracle": "oracleV", "floor": "best_baseline", "remax": "greedy"}
+DEFAULT = ("naive", "grpo", "oracleV", "best_baseline")
+
+
+def resolve(names: Sequence[str]) -> list[str]:
+    """The default four and then ``names``, aliases resolved, each once. Raises ValueError for an unknown name."""
+    unknown = [name for name in names if name not in ESTIMATORS and name not in ALIASES]
+    if unknown:
+        raise ValueError(f"unknown estimator {unknown[0]!r}: one of {', '.join([*ESTIMATORS, *ALIASES])}")
+    return list(dict.fromkeys([*DEFAULT, *(ALIASES.get(name, name) for name in names)]))
+
+
+def group_rules(names: Sequence[str]) -> dict[str, GroupRule]:
+    """The rules among ``names`` (and aliases) that need resampled groups, hence blocks of 2 * max(K_list)."""
+    return {name: ESTIMATORS[name].group for name in resolve(names) if ESTIMATORS[name].group is not None}
+
+
+def moments_of(prompts: PromptMoments, name: str, group_size: int) -> Moments:
+    """One entry at one K; the reason that its target is not theta is put in place of bias and MSE."""
+    entry = ESTIMATORS[name]
+    found = resampled(prompts, name, group_size) if entry.group else entry.moments(prompts, group_size)
+    if isinstance(found.trace, str) and not entry.group:
+        found = found._replace(signal=found.trace, squared_bias=found.trace, mse=found.trace)
+    if entry.other_target:
+        reason = f"its target is not theta but {entry.other_target}"
+        found = found._replace(squared_bias=reason, mse=reason)
+    return found
