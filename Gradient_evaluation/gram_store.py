@@ -25,7 +25,7 @@ class GramRecord:
     oracle_value: V(x); n_oracle: the continuations behind it, or None; rewards, lengths (tokens, the end of
     sequence included), log_probs: (N,); grams: one (B, B) float64 per block, Q[i, j] = <g_i, g_j>; modules, module_moments:
     under --by_layer the names and their moments (modules, 6) of layer_traces.py, else None; sketch: (S,) float32
-    sketch of the GRPO gradient estimate (the blocks' mean) with --sketch_dim, else None.
+    sketch of the GRPO gradient estimate (the blocks' mean) with --sketch_dim, else None; greedy_reward: reward of the greedy continuation, if sampled.
     """
 
     prompt_id: int
@@ -41,6 +41,7 @@ class GramRecord:
     modules: list[str] | None = None
     module_moments: np.ndarray | None = None
     sketch: np.ndarray | None = None
+    greedy_reward: float | None = None
 
     @property
     def blocks(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -57,7 +58,7 @@ class GramRecord:
         """Write ``folder/<prompt id>.npz``, all or nothing."""
         about = {"prompt_id": self.prompt_id, "index": self.index, "prompt": self.prompt,
                  "ground_truth": self.ground_truth, "oracle_value": self.oracle_value, "n_oracle": self.n_oracle,
-                 "modules": self.modules}
+                 "modules": self.modules, "greedy_reward": self.greedy_reward}
         extra = {name: getattr(self, name) for name in ("module_moments", "sketch") if getattr(self, name) is not None}
         buffer = io.BytesIO()
         np.savez(buffer, **extra, about=np.array(json.dumps(about, ensure_ascii=False)), rewards=self.rewards,

@@ -18,9 +18,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +28,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation import estimators, gram_store  # noqa: E402
 from Gradient_evaluation.advantages import group_advantages  # noqa: E402
 from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, run  # noqa: E402
-from Gradient_evaluation.durable_files import write_json  # noqa: E402
+from Gradient_evaluation.estimator_table import DEFAULT, ESTIMATORS, group_rules  # noqa: E402
 from Gradient_evaluation.flags import add_shared_flags, law_of, law_record  # noqa: E402
-from Gradient_evaluation.layer_traces import by_layer, layer_moments  # noqa: E402
+from Gradient_evaluation.layer_traces import layer_moments  # noqa: E402
 from Gradient_evaluation.models import (check_prompt_length, fingerprint, load_model, load_tokenizer,  # noqa: E402
                                         model_label, resolve_device, resolve_dtype)
 from Gradient_evaluation.run_files import (at_row, check_fingerprint, check_identity, output_folder,  # noqa: E402
@@ -40,6 +38,7 @@ from Gradient_evaluation.run_files import (at_row, check_fingerprint, check_iden
 from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
 from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
 from Gradient_evaluation.tables import check_ground_truths, check_law, load_oracle_table  # noqa: E402
+from Gradient_evaluation.tracecov_results import report, versions, write_results  # noqa: E402
 from Gradient_evaluation.utils import REWARDS, format_prompt  # noqa: E402
 from plots.plot_tracecov import plot_tracecov  # noqa: E402
 from plots.style import save_figure  # noqa: E402
@@ -56,8 +55,10 @@ def parse_args():
     parser.add_argument("--subsample_prompts", action="store_true",
                         help="draw the T prompts at random by --seed instead of taking the first T")
     parser.add_argument("--block_size", type=integer(4),
-                        help="continuations per Gram, at least 4; less takes less memory (max(K_list))")
+                        help="continuations per Gram, at least 4; less takes less memory (max(K_list), twice that for some --estimators)")
     parser.add_argument("--gram_memory", type=integer(1), default=64, help="MiB of a temporary in a Gram (%(default)s)")
+    parser.add_argument("--estimators", nargs="+", default=[], metavar="NAME",
+                        help=f"more estimators to compare: {', '.join(ESTIMATORS)}; all for every one")
     parser.add_argument("--scoring", choices=["exact", "published"], default="exact",
                         help="published: the paper's released log-probs, for comparison (%(default)s)")
     parser.add_argument("--params", metavar="REGEX", help="measure only parameters whose name this finds")
@@ -73,6 +74,11 @@ def parse_args():
     args = parser.parse_args()
     args.K_list = group_sizes(args.K_list)
     args.plot_path = args.plot_path or args.save_json
+    try:
+        names = ESTIMATORS if args.estimators == ["all"] else args.estimators
+        args.estimators = [name for name in estimators.resolve(names) if name not in DEFAULT]
+    except ValueError as error:
+        parser.error(f"--estimators: {error}")
     try:
         re.compile(args.params or "")
     except re.error as error:
@@ -106,6 +112,15 @@ def choose_rows(args) -> list:
     return [(place, rows[place]) for place in places][:args.T]
 
 
+def greedy_reward(model, tokenizer, prompt_ids, row, args) -> float | None:
+    """Reward of the greedy continuation, when the estimator that needs it is asked for."""
+    if "greedy" not in args.estimators:
+        return None
+    law = replace(law_of(args), temperature=1.0, top_k=1, top_p=1.0)
+    greedy = sample_continuations(model, tokenizer, prompt_ids, np.zeros((1, args.max_new_tokens)), law, 1)[0]
+    return REWARDS[args.reward].score(greedy.text, row.ground_truth)
+
+
 def measure(model, tokenizer, gram, prompt_ids, place, row, sizes, args) -> gram_store.GramRecord:
     """Sample one prompt, reward its continuations and build its Grams."""
     u = uniforms(args.seed, "tracecov", row.prompt_id, 0, sum(sizes), args.max_new_tokens)
@@ -129,14 +144,16 @@ def measure(model, tokenizer, gram, prompt_ids, place, row, sizes, args) -> gram
         lengths=np.array([len(continuation.tokens) for continuation in drawn]),
         log_probs=np.concatenate([block.log_probs for block in blocks]), grams=[block.gram for block in blocks],
         modules=gram.modules if moments else None, module_moments=np.mean(moments, axis=0) if moments else None,
-        sketch=np.mean(sketches, axis=0) if sketches else None)
+        sketch=np.mean(sketches, axis=0) if sketches else None,
+        greedy_reward=greedy_reward(model, tokenizer, prompt_ids, row, args))
 
 
 def measure_all(args, chosen: list, sizes: list[int], grams: Path, device) -> dict:
     """Measure every chosen prompt that has no Gram file yet → the checks of the run."""
     dtype = resolve_dtype(args.dtype, device)
     identity = {**law_record(args), "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
-                "params": args.params, "by_layer": args.by_layer, "sketch_dim": args.sketch_dim, "dtype": str(dtype).split(".")[-1]}
+                "params": args.params, "by_layer": args.by_layer, "sketch_dim": args.sketch_dim,
+                "greedy": "greedy" in args.estimators, "dtype": str(dtype).split(".")[-1]}
     tokenizer = load_tokenizer(args.model, args.revision)
     prompts = [at_row(row, format_prompt, tokenizer, row.prompt) for _, row in chosen]
     model = load_model(args.model, args.revision, device, dtype)
@@ -165,78 +182,6 @@ def measure_all(args, chosen: list, sizes: list[int], grams: Path, device) -> di
     return {"self_audit": audit}
 
 
-def write_results(args, records: Iterable, about: dict, label: str) -> dict:
-    """Compute everything from the Gram records and write the JSON files → the results."""
-    table: list[dict] = []
-    layers: list[tuple] = []
-    moments = estimators.reduce_prompts(_noting(records, table, layers))
-    summary = estimators.summarise(moments, args.K_list, seed=args.seed)
-    if layers:
-        summary["by_layer"] = by_layer(layers[0][0], [moments for _, moments in layers],
-                                       [row["V_oracle"] for row in table], args.K_list, seed=args.seed)
-    results = {**summary, **about}
-    folder = Path(args.save_json)
-    for K in args.K_list:
-        traces = estimators.prompt_trace_covs(moments, K)
-        rows = [{**row, "K": K, "trace_cov": dict(zip(traces, values))} for row, *values in
-                zip(table, *(_per_prompt(traces[name], len(table)) for name in traces))]
-        write_json(folder / f"tracecov_{label}_K{K}_detailed.json", rows)
-    write_json(folder / f"tracecov_{label}.json", results)
-    return results
-
-
-def _noting(records: Iterable, table: list, layers: list) -> Iterable:
-    """Pass records on, keeping of each only what the detailed files and ``by_layer`` say about its prompt."""
-    for record in records:
-        table.append({"prompt": record.prompt, "ground_truth": record.ground_truth, "V_oracle": record.oracle_value,
-                      "n_oracle": record.n_oracle, "mean_reward": float(record.rewards.mean())})
-        if record.modules is not None:
-            layers.append((record.modules, record.module_moments))
-        yield record
-
-
-def _per_prompt(values, n: int) -> list:
-    return [None] * n if values is None or isinstance(values, str) else [float(value) for value in values]
-
-
-def versions() -> dict:
-    """Versions of the packages a result depends on."""
-    found = {"python": sys.version.split()[0]}
-    for package in ("torch", "transformers", "tokenizers", "numpy"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            pass
-    return found
-
-
-def report(results: dict) -> str:
-    """The table a run ends with."""
-    names = {"vanilla": "naive", "GRPO": "grpo", "oracle": "oracleV", "floor": None}
-    lines = ["MSE of the gradient estimate, mean over prompts of trace(Cov | x) [95% interval]",
-             "   K" + "".join(f"{name:>30}" for name in names)]
-    for i, K in enumerate(results["K_list"]):
-        cells = []
-        for key in names.values():
-            values, intervals = ((results["best_baseline"], results["best_baseline_ci95"]) if key is None else
-                                 (results["conditional_on_x"][key], results["conditional_on_x_ci95"][key]))
-            if values[i] is None:
-                cells.append("not computed")
-            else:
-                interval = "" if intervals[i] is None else f" [{intervals[i][0]:.4g}, {intervals[i][1]:.4g}]"
-                cells.append(f"{values[i]:.4g}{interval}")
-        lines.append(f"{K:>4}" + "".join(f"{cell:>30}" for cell in cells))
-    lines += [f"note: {where}: {why}" for where, why in results["reasons"].items() if where == "best_baseline"]
-    check, norms = results["on_policy_check"], results["score_norm_sq"]
-    error = "" if check["standard_error"] is None else f" +- {check['standard_error']:.1e}"
-    lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {check['ratio']:.1e}{error} (0 within its error: the scores "
-                 "are those of the law that was sampled)")
-    shown = [f"{name} {norms[name]['mean']:.4g}" for name in ("right", "wrong") if norms[name]["mean"] is not None]
-    lines.append(f"E||g||^2 of answers: {', '.join(shown)}; ||theta||^2 = {results['theta_norm_sq']:.4g}; "
-                 f"{results['n_prompts']} prompts, {results['n_continuations']} continuations")
-    return "\n".join(lines)
-
-
 def main() -> None:
     args = parse_args()
     started = time.monotonic()
@@ -246,7 +191,9 @@ def main() -> None:
         label, checks, records = model_label(identity["model"]), {}, gram_store.load_all(grams)
     else:
         device = resolve_device(args.device)
-        sizes = block_sizes(args.M * args.K_list[-1], args.block_size or args.K_list[-1])
+        # Estimators whose weights depend on the whole group need two disjoint groups in a block.
+        usual = args.K_list[-1] * (2 if group_rules(args.estimators) else 1)
+        sizes = block_sizes(args.M * args.K_list[-1], args.block_size or usual)
         chosen = choose_rows(args)
         folder = output_folder(args.save_json)
         grams = output_folder(folder / "grams")

@@ -323,3 +323,34 @@ def test_layers_add_up_to_the_whole_and_params_measures_the_layers_it_finds(poli
     assert call(run_tracecov, "--from_grams", tmp_path / "all" / "grams", "--K_list", 4, 6, "--skip_plot",
                 "--save_json", tmp_path / "again")[0] == 0
     assert read(tmp_path / "again" / "tracecov_four tokens.json")["by_layer"] == layers
+
+
+def test_the_two_scripts_never_share_draws(policy, table, tmp_path):
+    assert tracecov(policy, table, tmp_path, "--K_list", 8, "--M", 50)[0] == 0  # 400 continuations, as the table's V
+    rows = read(tmp_path / "tracecov_four tokens_K8_detailed.json")
+    assert [row["V_oracle"] for row in rows] != [row["mean_reward"] for row in rows]
+
+
+def test_more_estimators_come_by_name_and_from_stored_grams(policy, table, tmp_path, capsys):
+    flags = ("--K_list", 2, 4, "--M", 6)
+    code, out, _ = tracecov(policy, table, tmp_path / "a", *flags, "--estimators", "all", capsys=capsys)
+    assert code == 0 and "dr_grpo" in out and "std_verl" in out
+    found = read(tmp_path / "a" / "tracecov_four tokens.json")
+    assert all(len(gram) == 8 for record in gram_store.load_all(tmp_path / "a" / "grams") for gram in record.grams)
+    assert {"rloo", "remax"}.isdisjoint(found["estimators"]) and len(found["estimators"]) >= 16
+    assert all(value is not None for value in found["estimators"]["greedy"]["mse"])
+    again = call(run_tracecov, "--from_grams", tmp_path / "a" / "grams", "--K_list", 2, 4, "--skip_plot", "--save_json",
+                 tmp_path / "b", "--estimators", "rloo", "std_verl", "remax")
+    assert again[0] == 0
+    results = read(tmp_path / "b" / "tracecov_four tokens.json")
+    for name in ("std_verl", "greedy"):
+        assert results["estimators"][name] == found["estimators"][name]
+    assert tracecov(policy, table, tmp_path / "c", *flags)[0] == 0
+    call(run_tracecov, "--from_grams", tmp_path / "c" / "grams", "--K_list", 4, "--skip_plot", "--save_json",
+         tmp_path / "d", "--estimators", "greedy", "std_verl")
+    results = read(tmp_path / "d" / "tracecov_four tokens.json")
+    assert results["estimators"]["greedy"]["mse"] == [None]
+    assert "greedy" in results["reasons"]["estimators.greedy.mse"]
+    assert results["estimators"]["std_verl"]["signal_to_noise"] == [None]  # blocks of 4 hold no two groups of 4
+    one_line_error(tracecov(policy, table, tmp_path / "e", *flags, "--estimators", "gpro", capsys=capsys), "--estimators",
+                   "gpro", "dr_grpo")

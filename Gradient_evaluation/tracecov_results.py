@@ -1,0 +1,100 @@
+"""From Gram records to what a run of run_tracecov.py leaves and says: the JSON files and the table it prints."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from Gradient_evaluation import estimators
+from Gradient_evaluation.durable_files import write_json
+from Gradient_evaluation.estimator_table import DEFAULT
+from Gradient_evaluation.layer_traces import by_layer
+
+
+def write_results(args, records: Iterable, about: dict, label: str) -> dict:
+    """Compute everything from the Gram records and write the JSON files → the results."""
+    table: list[dict] = []
+    layers: list[tuple] = []
+    moments = estimators.reduce_prompts(_noting(records, table, layers), args.K_list, args.estimators)
+    summary = estimators.summarise(moments, args.K_list, seed=args.seed, names=args.estimators)
+    if layers:
+        summary["by_layer"] = by_layer(layers[0][0], [moments for _, moments in layers],
+                                       [row["V_oracle"] for row in table], args.K_list, seed=args.seed)
+    results = {**summary, **about}
+    folder = Path(args.save_json)
+    for K in args.K_list:
+        traces = estimators.prompt_trace_covs(moments, K, args.estimators)
+        rows = [{**row, "K": K, "trace_cov": dict(zip(traces, values))} for row, *values in
+                zip(table, *(_per_prompt(traces[name], len(table)) for name in traces))]
+        write_json(folder / f"tracecov_{label}_K{K}_detailed.json", rows)
+    write_json(folder / f"tracecov_{label}.json", results)
+    return results
+
+
+def _noting(records: Iterable, table: list, layers: list) -> Iterable:
+    """Pass records on, keeping of each only what the detailed files and ``by_layer`` say about its prompt."""
+    for record in records:
+        table.append({"prompt": record.prompt, "ground_truth": record.ground_truth, "V_oracle": record.oracle_value,
+                      "n_oracle": record.n_oracle, "mean_reward": float(record.rewards.mean())})
+        if record.modules is not None:
+            layers.append((record.modules, record.module_moments))
+        yield record
+
+
+def _per_prompt(values, n: int) -> list:
+    return [None] * n if values is None or isinstance(values, str) else [float(value) for value in values]
+
+
+def versions() -> dict:
+    """Versions of the packages a result depends on."""
+    found = {"python": sys.version.split()[0]}
+    for package in ("torch", "transformers", "tokenizers", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            pass
+    return found
+
+
+def report(results: dict) -> str:
+    """The lines a run ends with: MSE by K, the other estimators, the on-policy check, the score norms."""
+    curves = {name: results["estimators"][name] for name in DEFAULT}
+    titles = {"naive": "vanilla", "grpo": "GRPO", "oracleV": "oracle", "best_baseline": "floor"}
+    lines = ["MSE of the gradient estimate: mean over prompts of trace(Cov | x) [95% interval]",
+             "   K" + "".join(f"{titles[name]:>30}" for name in curves)]
+    for i, K in enumerate(results["K_list"]):
+        lines.append(f"{K:>4}" + "".join(f"{_cell(curve, 'mse', i):>30}" for curve in curves.values()))
+    lines += [f"note: {name}: {results['reasons'][path]}" for name in titles
+              if (path := f"estimators.{name}.mse") in results["reasons"]]
+    lines += _other_estimators(results)
+    check, norms = results["on_policy_check"], results["score_norm_sq"]
+    error = "" if check["standard_error"] is None else f" +- {check['standard_error']:.1e}"
+    ratio = "not computed" if check["ratio"] is None else f"{check['ratio']:.1e}{error}"
+    lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (0 within its error when the scores are those of the "
+                 "law that was sampled)")
+    shown = [f"{name} {norms[name]['mean']:.4g}" for name in ("right", "wrong") if norms[name]["mean"] is not None]
+    lines.append(f"E||g||^2 of answers: {', '.join(shown)}; ||theta||^2 = {results['theta_norm_sq']:.4g}; "
+                 f"{results['n_prompts']} prompts, {results['n_continuations']} continuations")
+    return "\n".join(lines)
+
+
+def _other_estimators(results: dict) -> list[str]:
+    others = {name: found for name, found in results["estimators"].items() if name not in DEFAULT}
+    if not others:
+        return []
+    lines = ["", "other estimators: MSE | signal-to-noise ratio | K at which plain GRPO has that ratio; - : see reasons"]
+    for name, found in others.items():
+        lines.append(f"  {name}: {found['title']}")
+        for i, K in enumerate(results["K_list"]):
+            parts = [_cell(found, part, i) for part in ("mse", "signal_to_noise", "effective_group_size")]
+            lines.append(f"{K:>6}  " + " | ".join(f"{part:>30}" for part in parts))
+    return [*lines, ""]
+
+
+def _cell(found: dict, quantity: str, i: int) -> str:
+    value, interval = found[quantity][i], found[f"{quantity}_ci95"][i]
+    if value is None:
+        return "-"
+    return f"{value:.4g}" + ("" if interval is None else f" [{interval[0]:.4g}, {interval[1]:.4g}]")

@@ -1,0 +1,102 @@
+"""Does a test fail for every mistake that matters? Break one thing at a time in a copy of the tree and see.
+
+    .venv/bin/python tests/mutations.py            # all, about ten minutes on two cores
+    .venv/bin/python tests/mutations.py eos pad    # those whose name holds one of these words
+
+Prints a line per mutation and exits with 1 if any survives. Not collected by pytest; run it after changing a formula.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Mutation(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str  # where it must be found
+
+
+GRAM, SAMPLING, ESTIMATORS = "tests/test_score_gram.py", "tests/test_sampling.py", "tests/test_estimators.py"
+SCRIPTS = "tests/test_scripts.py"
+MUTATIONS = [
+    Mutation("drop the tied cross terms", "gram_capture.py", "if key in self.heads and uses:", "if False:", GRAM),
+    Mutation("leave out the norm layers", "gram_rules.py", "Dense(g.reshape(len(a), -1)) for", "Dense(0 * g.reshape(len(a), -1)) for", GRAM),
+    Mutation("leave out biases", "gram_rules.py", '"bias": Dense(widen(b).sum(1))', '"bias": Dense(0 * widen(b).sum(1))', GRAM),
+    Mutation("a padding row has a gradient", "gram_rules.py", "if module.padding_idx is not None:", "if False:", GRAM),
+    Mutation("forget the end of sequence", "score_gram.py", 'self.score_eos = scoring == "exact"', "self.score_eos = False", GRAM),
+    Mutation("pad counted", "score_gram.py", ".masked_fill(~scored, 0.0)", "", GRAM),
+    Mutation("temperature not applied to log-probs", "sampling.py",
+             "logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / law.temperature\n    index",
+             "logits = logits.to(torch.promote_types(logits.dtype, torch.float32))\n    index", SAMPLING),
+    Mutation("temperature not applied to draws", "sampling.py",
+             "logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / law.temperature\n    kept",
+             "logits = logits.to(torch.promote_types(logits.dtype, torch.float32))\n    kept", SAMPLING),
+    Mutation("top_p not renormalised", "sampling.py", "logits = logits.masked_fill(removed, -torch.inf)", "pass", SAMPLING),
+    Mutation("sampled token not kept in the nucleus", "sampling.py", "removed = ~kept.scatter(-1, index, True)", "removed = ~kept", SAMPLING),
+    Mutation("top_p before top_k", "sampling.py", "        logits = logits.masked_fill(~kept, -torch.inf)\n    if law.top_p",
+             "    if law.top_p", SAMPLING),
+    Mutation("random numbers by place in the batch", "sampling.py", "np.array([0, index, 0, 0]", "np.array([0, index - first, 0, 0]", SAMPLING),
+    Mutation("shared draws between the scripts", "run_tracecov.py", 'uniforms(args.seed, "tracecov"', 'uniforms(args.seed, "oracle"', SCRIPTS),
+    Mutation("the reward reads past a stop string", "sampling.py", "False, text[:min(places)])", "False, text)", SAMPLING),
+    Mutation("only one of two end ids", "sampling.py", "ids.update(named if", "ids.update(named[:1] if", SAMPLING),
+    Mutation("published scoring everywhere", "score_gram.py", 'self.law = law if scoring == "exact" else SamplingLaw()', "self.law = SamplingLaw()", GRAM),
+    Mutation("ddof 0", "advantages.py", "ddof=1", "ddof=0", ESTIMATORS),
+    Mutation("off-diagonal mean with n^2", "block_statistics.py", "return (everything - diagonal) / (size * (size - 1))",
+             "return (everything - diagonal) / size**2", ESTIMATORS),
+    Mutation("K/(K-1) left out of the variance", "block_statistics.py", "/ (group_size * (group_size - 1))", "/ group_size**2", ESTIMATORS),
+    Mutation("coinciding pairs counted in ||theta||^2", "block_statistics.py", "everything - 4 * chains - 2 * pairs", "everything - 4 * chains", ESTIMATORS),
+    Mutation("b* from the same block", "prompt_moments.py", "1.0 - np.eye(len(blocks))", "np.eye(len(blocks))", ESTIMATORS),
+    Mutation("ratio of per-prompt ratios", "prompt_bootstrap.py", "return Estimate(float(numerator.mean()) / below.value, self.interval(resampled))",
+             "return Estimate(float((numerator / denominator).mean()), self.interval(resampled))", ESTIMATORS),
+    Mutation("a tied head missing from the sketch", "gradient_sketch.py", "if isinstance(use, Rows):", "if isinstance(use, Outer) and len(self.parameters[key][1]) == 40:\n            return torch.zeros(len(use.a), self.sizes[key], dtype=use.a.dtype)\n        if isinstance(use, Rows):",
+             "tests/test_gradient_sketch.py"),
+    Mutation("the sum of blocks instead of their mean", "run_tracecov.py", "sketch=np.mean(sketches, axis=0)", "sketch=np.sum(sketches, axis=0)", SCRIPTS),
+]
+
+
+def survives(mutation: Mutation) -> str | None:
+    """Why the mutation was not caught, or None when a test failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "outputs", "__pycache__", ".hypothesis"))
+        path = tree / "Gradient_evaluation" / mutation.file
+        source = path.read_text()
+        if source.count(mutation.old) < 1:
+            return "the text to break is not there any more: mend tests/mutations.py"
+        path.write_text(source.replace(mutation.old, mutation.new))
+        run = subprocess.run([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", mutation.tests],
+                             cwd=tree, capture_output=True, text=True)
+        if run.returncode == 0:
+            return "NO TEST FAILS"
+        if run.returncode != 1:
+            return f"pytest could not run: {run.stdout[-300:]}"
+        failed = next((line for line in run.stdout.splitlines() if line.startswith("FAILED")), "FAILED")
+        print(f"caught    {mutation.name:45} {failed.split(' - ')[0].removeprefix('FAILED ')}", flush=True)
+        return None
+
+
+def main() -> None:
+    words = sys.argv[1:]
+    chosen = [m for m in MUTATIONS if not words or any(word in m.name for word in words)]
+    missed = 0
+    for mutation in chosen:
+        why = survives(mutation)
+        if why is not None:
+            missed += 1
+            print(f"SURVIVED  {mutation.name:45} {why}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} mutations caught")
+    sys.exit(bool(missed))
+
+
+if __name__ == "__main__":
+    main()
