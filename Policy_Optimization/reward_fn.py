@@ -1,0 +1,79 @@
+"""The reward VERL trains with: the evaluation's own, chosen row by row.
+
+    reward.custom_reward_function.path=/abs/path/Policy_Optimization/reward_fn.py    (grpo_train.sh sets it)
+
+VERL loads this file by its path in every reward worker and calls ``compute_score``. Which reward judges a row
+is decided by, in this order: the keyword ``reward`` (+reward.custom_reward_function.reward_kwargs.reward=math),
+the row's extra_info["reward"] (prepare_parquet.py writes it), and DATA_SOURCES. Safe in worker threads.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_ROOT = str(Path(__file__).resolve().parents[1])  # Ray workers start in other folders
+if _ROOT not in sys.path:
+    sys.path.insert(0, _ROOT)
+from Gradient_evaluation.cli import UserError  # noqa: E402
+from Gradient_evaluation.integer_answer import parse_integer_answer  # noqa: E402
+from Gradient_evaluation.utils import REWARDS, last_boxed  # noqa: E402
+
+DATA_SOURCES = {
+    "arithmetic": "integer",
+    "Kyleyee/arithmetic-few-shot": "integer",
+    "Kyleyee/arithmetic-test": "integer",
+    "openai/gsm8k": "integer",
+    "lighteval/MATH": "math",
+    "DigitalLearningGmbH/MATH-lighteval": "math",
+    "HuggingFaceH4/MATH-500": "math",
+}
+
+
+def choose_reward(data_source: str, extra_info: Mapping[str, Any] | None = None, reward: str | None = None) -> str:
+    """The name of the reward (of utils.REWARDS) for a row; UserError, one line, if nothing names a known one."""
+    named = reward or (extra_info or {}).get("reward") or DATA_SOURCES.get(data_source)
+    if named is None:
+        raise UserError(
+            f"no reward is known for data_source {data_source!r}; prepare the data with prepare_parquet.py, or pass "
+            f"--reward {'|'.join(REWARDS)}"
+        )
+    if named not in REWARDS:
+        raise UserError(f"reward {named!r} of data_source {data_source!r} is unknown; use {' or '.join(REWARDS)}")
+    return named
+
+
+def extract_answer(text: str, reward: str) -> str:
+    r"""The answer of a continuation as text, for logs and majority votes; "" if there is none.
+
+    integer: the number the reward compares. math: the last balanced ``\boxed{}``, else what follows the last
+    ``####``, else the last integer; Math-Verify, which gives the score, reads more forms than these.
+    """
+    if reward == "math":
+        if (boxed := last_boxed(text)) is not None:
+            return boxed.strip()
+        if "####" in text:
+            return text.rpartition("####")[2].strip()
+    answer = parse_integer_answer(text)
+    return "" if answer is None else str(answer)
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    reward: str | None = None,
+    **_: Any,
+) -> dict[str, float | str]:
+    """Score one continuation → {"score", "acc": 1.0 or 0.0, "pred": extracted answer}.
+
+    "score" is what training maximises, "acc" the accuracy VERL averages over the validation prompts
+    (val-core/DATA_SOURCE/acc/mean@N), and "pred" a str always, because VERL takes its majority vote over it.
+    Other keywords of VERL's are ignored. Raises UserError for an unknown reward or an unusable ground_truth.
+    """
+    name = choose_reward(data_source, extra_info, reward)
+    score = REWARDS[name].score(solution_str, ground_truth)
+    return {"score": score, "acc": score, "pred": extract_answer(solution_str, name)}
