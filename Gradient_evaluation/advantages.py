@@ -21,7 +21,8 @@ def group_advantages(rewards: np.ndarray, kind: str, lengths: np.ndarray | None 
         lengths: same shape, in tokens; only ``length_weighted`` reads them.
 
     A group of equal rewards gets zeros. Raises ValueError for an unknown kind, K < 2, a reward that is not
-    finite, or missing lengths. Example, 8 continuations of which 3 are right: the right ones get +0.7143, +0.6250, +1.2076, +1.380.
+    finite, or missing lengths. Example, 8 continuations of which 3 are right: by the first four kinds the right
+    ones get +0.7143, +0.6250, +1.2076, +1.380.
     """
     rewards = np.asarray(rewards, dtype=np.float64)
     if kind not in KINDS:

@@ -1,5 +1,6 @@
 """Every estimator of the table against its brute-force law: exact sums over all groups and all blocks, no sampling."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 
@@ -39,7 +40,7 @@ CLOSED = [name for name in ESTIMATORS if name not in RESAMPLED]
 seeds = st.integers(0, 2**32 - 1)
 
 
-# --- the brute-force estimators, written from their definitions: scores (n, K, d), rewards, lengths (n, K) -> (n, d) ---
+# --- the brute-force estimators, from their definitions: scores (n, K, d), rewards, lengths (n, K) -> (n, d) ---
 
 
 def other_members(rewards):
@@ -136,7 +137,8 @@ def exact_prompts(policies, group_sizes=()) -> PromptMoments:
         own = (kernel_given_first * g).sum(-1)
         mixture = [p @ (z * own) - h @ theta, p @ own - h @ mean]
         by_length = exact_pairs(policy, g / policy.lengths[:, None])
-        rows.append((policy.value, (a, n, d), a - 2 * best * n + best**2 * d, exact_pairs(policy, g), by_length, mixture))
+        best_trace = a - 2 * best * n + best**2 * d
+        rows.append((policy.value, (a, n, d), best_trace, exact_pairs(policy, g), by_length, mixture))
     value, coefficients, best_trace, pairs, by_length, mixture = (np.array(column) for column in zip(*rows))
     groups = {
         (name, size): GroupMoments(*np.array([exact_group(policies, at, name, size) for at in range(len(policies))]).T)
@@ -361,11 +363,10 @@ def test_all_estimators_agree_with_their_exact_law_within_monte_carlo_error():
     """Through the whole of summarise, on many blocks; the ratios of dynamic sampling need large blocks."""
     policies = some_policies(30)
     generator = np.random.default_rng(3)
+    blocks = [[sample_block(policy, 64, generator) for _ in range(60)] for policy in policies]
     records = [
-        SimpleNamespace(
-            oracle_value=policy.value, greedy_reward=GREEDY, blocks=[sample_block(policy, 64, generator) for _ in range(60)]
-        )
-        for policy in policies
+        SimpleNamespace(oracle_value=policy.value, greedy_reward=GREEDY, blocks=own)
+        for policy, own in zip(policies, blocks)
     ]
     prompts, exact = reduce_prompts(records, [4], list(ESTIMATORS)), exact_prompts(policies, [4])
     traces = prompt_trace_covs(prompts, 4, list(ESTIMATORS))
@@ -434,7 +435,8 @@ def test_the_greedy_baseline_needs_its_continuation_and_says_so():
     records = sampled_records(6)
     moments = reduce_prompts(records)
     expected = np.mean(prompt_only_trace(moments.coefficients, np.arange(6) % 2.0)) / 4
-    assert summarise(moments, [4], 20, names=["remax"])["estimators"]["greedy"]["trace_cov"] == pytest.approx([expected])
+    found = summarise(moments, [4], 20, names=["remax"])["estimators"]["greedy"]
+    assert found["trace_cov"] == pytest.approx([expected])
     del records[3].greedy_reward
     results = summarise(records, [4], 20, names=["greedy"])
     assert results["estimators"]["greedy"]["trace_cov"] == [None]
@@ -461,6 +463,28 @@ def test_prompts_that_keep_no_group_are_counted_and_weigh_nothing():
     )
     traces = prompt_trace_covs([*records, solved], 4, ["dynamic_sampling"])["dynamic_sampling"]
     assert traces[-1] is None and None not in traces[:-1]
+
+
+def test_averages_over_kept_groups_weigh_prompts_by_their_share_of_them():
+    policies = [random_policy(at, n_outcomes=4) for at in range(4)]
+    for at, policy in enumerate(policies):  # from rarely to mostly kept
+        right = 0.03 + 0.15 * at
+        weight = np.where(policy.rewards > 0.5, right, 1 - right)
+        policies[at] = policy._replace(probs=policy.probs * weight / (policy.probs @ weight))
+    prompts = exact_prompts(policies, [3])
+    results = summarise(with_counts(prompts), [3], 10, names=["dapo"])
+    found, entry = moments_of(prompts, "dapo", 3), results["estimators"]["dapo"]
+    assert found.weight.min() < 0.5 * found.weight.max()
+    trace, signal = (found.weight @ part for part in (found.trace, found.signal))
+    assert entry["trace_cov"][0] == pytest.approx(trace / found.weight.sum(), rel=1e-12)
+    assert entry["signal_to_noise"][0] == pytest.approx(signal / trace, rel=1e-12)
+    assert entry["continuations_per_group"][0] == pytest.approx(3 / found.weight.mean(), rel=1e-12)
+
+
+def with_counts(prompts):
+    """The same moments with the fields that summarise reports about the scores."""
+    three = np.ones((len(prompts), 3))
+    return dataclasses.replace(prompts, score_norm_sq=three, outcome_share=three, n_outcomes=three)
 
 
 def test_when_every_group_is_dropped_there_is_a_reason_instead_of_a_number():

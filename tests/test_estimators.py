@@ -181,6 +181,17 @@ def test_the_on_policy_check_finds_scores_of_another_law():
     assert abs(summarise(many, [2], n_bootstrap=10)["on_policy_check"]["z"]) < 4
 
 
+def test_the_error_of_the_on_policy_check_is_that_of_a_ratio_of_averages():
+    """Against the jackknife over prompts, on scores whose mean is far from 0 so that both averages matter."""
+    moments = reduce_prompts(make_records(n_prompts=40, sizes=(16, 16), centred=False))
+    check = summarise(moments, [2], n_bootstrap=10)["on_policy_check"]
+    mean, norm = moments.score_mean_sq, moments.score_norm_sq[:, 0]
+    without = np.array([np.delete(mean, at).mean() / np.delete(norm, at).mean() for at in range(40)])
+    jackknife = np.sqrt(39 / 40 * ((without - without.mean()) ** 2).sum())
+    assert check["standard_error"] == pytest.approx(jackknife, rel=0.1)
+    assert check["z"] == pytest.approx(check["ratio"] / check["standard_error"])
+
+
 # --- the floor's baseline is cross-fitted ---
 
 

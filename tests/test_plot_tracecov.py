@@ -1,4 +1,4 @@
-"""The figure shows the numbers of the results file, leaves matplotlib's state alone, and refuses bad input in one line."""
+"""The figure shows the results file's numbers, leaves matplotlib's state alone, refuses bad input in one line."""
 
 import json
 import subprocess
