@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from pathlib import Path
 
@@ -46,14 +47,20 @@ def model_label(model: str) -> str:
 def load_tokenizer(model: str, revision: str | None):
     """The tokenizer of a local folder or hub id; raises UserError in one line when there is none."""
     _refuse_missing_folder(model)
+    source, adapter = model, Path(model) / "adapter_config.json"
+    if adapter.is_file() and not list(Path(model).glob("tokenizer*")):  # an adapter's tokenizer is its base model's
+        source, revision = json.loads(adapter.read_text())["base_model_name_or_path"], None
     try:
-        return AutoTokenizer.from_pretrained(model, revision=revision)
+        return AutoTokenizer.from_pretrained(source, revision=revision)
     except (OSError, ValueError) as error:
         raise UserError(f"--model {model}: cannot load its tokenizer ({_first_line(error)})") from None
 
 
 def load_model(model: str, revision: str | None, device: torch.device, dtype: torch.dtype):
-    """The causal language model in eval mode on its device; raises UserError in one line when it cannot load."""
+    """The causal language model in eval mode on its device; raises UserError in one line when it cannot load.
+
+    A folder with a PEFT adapter gives its base model with the adapter in place and only the adapter requiring grad.
+    """
     _refuse_missing_folder(model)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -63,7 +70,23 @@ def load_model(model: str, revision: str | None, device: torch.device, dtype: to
         raise UserError(f"--model {model}: cannot load it ({_first_line(error)})") from None
     if getattr(loaded.config, "is_encoder_decoder", False):
         raise UserError(f"--model {model}: an encoder-decoder; give a causal language model")
+    if getattr(loaded, "_hf_peft_config_loaded", False):
+        _train_adapters_only(loaded)
     return loaded.to(device).eval()
+
+
+def _train_adapters_only(model) -> None:
+    """What training would update under PEFT: the adapters' own layers and whole modules saved with them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model.requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            for name in module.adapter_layer_names:
+                getattr(module, name).requires_grad_(True)
+    for name, p in model.named_parameters():
+        if ".modules_to_save." in name:
+            p.requires_grad_(True)
 
 
 def fingerprint(model) -> str:

@@ -202,7 +202,10 @@ def main() -> None:
         checks = measure_all(args, chosen, sizes, grams, device)
         identity, label = read_identity(grams / "run.json"), model_label(args.model)
         records = (gram_store.load(grams / f"{row.prompt_id:016x}.npz") for _, row in chosen)
-    about = {"config": vars(args), "law": identity, "checks": checks, "versions": versions(),
+    config = vars(args)
+    if args.from_grams:  # what made the Grams, not this call's defaults
+        config |= {name: value for name, value in identity.items() if name in config}
+    about = {"config": config, "law": identity, "checks": checks, "versions": versions(),
              "seconds": round(time.monotonic() - started, 1)}
     results = write_results(args, records, about, label)
     print(report(results))

@@ -44,7 +44,7 @@ def _noting(records: Iterable, table: list, layers: list) -> Iterable:
 
 
 def _per_prompt(values, n: int) -> list:
-    return [None] * n if values is None or isinstance(values, str) else [float(value) for value in values]
+    return [None] * n if values is None else [None if value is None else float(value) for value in values]
 
 
 def versions() -> dict:

@@ -339,6 +339,7 @@ def test_more_estimators_come_by_name_and_from_stored_grams(policy, table, tmp_p
     assert all(len(gram) == 8 for record in gram_store.load_all(tmp_path / "a" / "grams") for gram in record.grams)
     assert {"rloo", "remax"}.isdisjoint(found["estimators"]) and len(found["estimators"]) >= 16
     assert all(value is not None for value in found["estimators"]["greedy"]["mse"])
+    assert len(read(tmp_path / "a" / "tracecov_four tokens_K4_detailed.json")[0]["trace_cov"]) >= 16
     again = call(run_tracecov, "--from_grams", tmp_path / "a" / "grams", "--K_list", 2, 4, "--skip_plot", "--save_json",
                  tmp_path / "b", "--estimators", "rloo", "std_verl", "remax")
     assert again[0] == 0
@@ -354,3 +355,14 @@ def test_more_estimators_come_by_name_and_from_stored_grams(policy, table, tmp_p
     assert results["estimators"]["std_verl"]["signal_to_noise"] == [None]  # blocks of 4 hold no two groups of 4
     one_line_error(tracecov(policy, table, tmp_path / "e", *flags, "--estimators", "gpro", capsys=capsys), "--estimators",
                    "gpro", "dr_grpo")
+
+
+def test_a_prompt_of_which_no_group_is_kept_is_null_in_the_detailed_file(policy, table, tmp_path):
+    hopeless = tmp_path / "hopeless.jsonl"
+    rows = [row if i else {**row, "ground_truth": 999, "V_oracle": 0.0, "correct_count": 0}
+            for i, row in enumerate(rows_of(table))]
+    hopeless.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tracecov(policy, hopeless, tmp_path / "a", "--K_list", 4, "--M", 4, "--estimators", "dapo")[0] == 0
+    detailed = read(tmp_path / "a" / "tracecov_four tokens_K4_detailed.json")
+    assert detailed[0]["trace_cov"]["dapo"] is None and detailed[1]["trace_cov"]["dapo"] is not None
+    assert read(tmp_path / "a" / "tracecov_four tokens.json")["estimators"]["dapo"]["prompts_never_kept"] == [1]
