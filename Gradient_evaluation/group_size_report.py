@@ -1,0 +1,83 @@
+"""What does a group-size law say for a budget, and in words? From the dictionary of ``group_size_law`` alone."""
+
+from __future__ import annotations
+
+from Gradient_evaluation.group_size_law import PREDICTION
+
+
+def budget_table(law: dict, budget: int) -> list[dict]:
+    """Rows {G, B, continuations, mse, mse_ci95, silent_share} for G = 2, 4, 8, ... with B = budget // G prompts.
+
+    mse: predicted MSE of the minibatch gradient, ``mse_times_N`` over the B G continuations really used;
+    silent_share: the share of groups whose rewards are all equal. None where the law has none. Raises ValueError
+    for a budget below 2.
+    """
+    if budget < 2:
+        raise ValueError(f"a budget must hold one group of 2 continuations, got {budget}")
+    curve, silent, rows = law["curve"], law["silent_share"], []
+    for place, size in enumerate(silent["G"]):
+        if size > budget:
+            break
+        used, at = budget // size * size, curve["G"].index(size)
+        rows.append({
+            "G": size,
+            "B": budget // size,
+            "continuations": used,
+            "mse": None if curve["mse_times_N"] is None else curve["mse_times_N"][at] / used,
+            "mse_ci95": None if curve["ci95"] is None else [end / used for end in curve["ci95"][at]],
+            "silent_share": None if silent["share"] is None else silent["share"][place],
+        })  # fmt: skip
+    return rows
+
+
+def report(law: dict, budget: int | None = None) -> str:
+    """The law in a few lines: constants, G*, the range, the noise scale; with a budget, its table; what it is."""
+    lines = [f"Group-size law over {law['n_prompts']} prompts: MSE of the GRPO gradient = "
+             "(c1 G + c2 + c3/(G-1)) / N for N continuations in groups of G"]  # fmt: skip
+    lines += [f"  {name} = {_number(law, name)}   {what}" for name, what in (
+        ("c1", "between prompts"), ("c2", "per continuation"), ("c3", "small groups"))]  # fmt: skip
+    if law["G_star"] is None:
+        lines.append(f"  no best group size: {law['reasons']['G_star']}")
+    else:
+        bound = law["G_star_paper_bound"]
+        beside = "" if bound is None else f"   (the paper's bound form sqrt(c3/c1): {bound:.3g})"
+        lines.append(f"  best group size G* = {_number(law, 'G_star', '.3g')}{beside}")
+        lines.append(f"  within 10% of the least MSE: {_range(law)}")
+    lines.append(f"  gradient noise scale: {_noise_scale(law)}")
+    if budget is not None:
+        lines += ["", *_table(law, budget)]
+    return "\n".join([*lines, PREDICTION])
+
+
+def _number(law: dict, name: str, form: str = ".4g") -> str:
+    if law[name] is None:
+        return f"not computed ({law['reasons'][name]})"
+    interval = law[f"{name}_ci95"]
+    if interval is None:
+        return f"{law[name]:{form}} (no interval: {law['reasons'][f'{name}_ci95']})"
+    low, high = ("unbounded" if end is None else f"{end:{form}}" for end in interval)
+    return f"{law[name]:{form}} [{low}, {high}]"
+
+
+def _range(law: dict) -> str:
+    if law["within_10_percent"] is None:
+        return f"not computed ({law['reasons']['within_10_percent']})"
+    low, high = law["within_10_percent"]
+    powers = ", ".join(str(power) for power in law["powers_of_two"]) or "none"
+    return f"G = {low} to {high}; powers of two among them: {powers}"
+
+
+def _noise_scale(law: dict) -> str:
+    if law["gradient_noise_scale"] is None:
+        return f"not computed ({law['reasons']['gradient_noise_scale']})"
+    return f"{_number(law, 'gradient_noise_scale', '.3g')} prompts at G = {law['gradient_noise_scale_G']}"
+
+
+def _table(law: dict, budget: int) -> list[str]:
+    lines = [f"  at {budget} continuations a step:", f"  {'G':>5} {'B':>5} {'MSE':>10}   {'95% interval':<22} silent"]
+    for row in budget_table(law, budget):
+        mse = "-" if row["mse"] is None else f"{row['mse']:.4g}"
+        interval = "-" if row["mse_ci95"] is None else "[{:.4g}, {:.4g}]".format(*row["mse_ci95"])
+        silent = "-" if row["silent_share"] is None else f"{row['silent_share']:.1%}"
+        lines.append(f"  {row['G']:>5} {row['B']:>5} {mse:>10}   {interval:<22} {silent:>6}")
+    return lines
