@@ -9,15 +9,16 @@ Each line holds ``prompt`` (a list with one user message, or a string under --pl
 the wording and the number ranges are our own:
 
     kind            form                                       numbers
-    two_step        a ± b ± c                                  "operand": one digit (1..9) or two digits
-    three_step      a ± b ± c ± d                              (10..99), with even odds, each on its own
-    multiplication  a * b                                      a operand from 2 up, b from 2 to 20
-    division        a / b, exact                               b from 2 to 20, a / b operand from 2 up
-    parentheses     a ± (b ± c) or (a ± b) ± (c ± d)           operands
+    two_step        a ± b ± c                                  easy: operands 1..9
+    three_step      a ± b ± c ± d                              else: operands of one digit (1..9) or two
+    parentheses     a ± (b ± c) or (a ± b) ± (c ± d)                 (10..99), even odds, each on its own
+    multiplication  a * b                                      easy: a and b from 2..9
+    division        a / b, exact                               else: a (or a / b) 2..9 or 10..99, b 2..20
 
-Every round of five problems holds each kind once, in random order, so the kinds are as even as n allows
-and a smaller set is the beginning of a larger one. No problem comes twice and none is a worked example;
-one seed gives the same problems in both styles, as messages and as strings. Runs in under a second.
+Seven draws in ten are easy. Every round of five problems holds each kind once, in random order, so the
+kinds are as even as n allows and a smaller set is the beginning of a larger one. No problem comes twice
+and none is a worked example; one seed gives the same problems in both styles, as messages and as strings.
+Runs in under a second.
 """
 
 from __future__ import annotations
@@ -36,56 +37,58 @@ from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E40
 
 KINDS = ("two_step", "three_step", "multiplication", "division", "parentheses")
 STYLES = ("zero_shot", "few_shot")
+EASY_SHARE = 0.7  # of the draws; the rest spread from easy to hard for a model of any size
 INSTRUCTION = "Reply with one integer."
 WORKED_EXAMPLES = (
     ("14 + 9 - 6", 17),
-    ("8 - 31 + 5 - 2", -20),
-    ("13 * 6", 78),
+    ("8 - 15 + 5 - 2", -4),
+    ("7 * 12", 84),
     ("96 / 12", 8),
-    ("50 - (7 + 25)", 18),
+    ("18 - (7 + 5)", 6),
 )
 # multiplication and division have the fewest problems: 98 * 19 each, less the worked example
 MAX_PROBLEMS = len(KINDS) * (98 * 19 - 1)
 
 
-def draw_operand(rng: random.Random, low: int = 1) -> int:
-    """An integer in low..9 or in 10..99, with even odds, uniform within each range."""
-    return rng.randint(low, 9) if rng.random() < 0.5 else rng.randint(10, 99)
+def draw_operand(rng: random.Random, easy: bool, low: int = 1) -> int:
+    """An integer in low..9, or unless ``easy`` with even odds in 10..99, uniform within each range."""
+    return rng.randint(low, 9) if easy or rng.random() < 0.5 else rng.randint(10, 99)
 
 
-def draw_sum(rng: random.Random, terms: int) -> tuple[str, int]:
+def draw_sum(rng: random.Random, easy: bool, terms: int) -> tuple[str, int]:
     """A sum of ``terms`` operands with random signs → (expression, value); the first has no sign."""
-    value = draw_operand(rng)
+    value = draw_operand(rng, easy)
     expression = str(value)
     for _ in range(terms - 1):
-        sign, operand = rng.choice("+-"), draw_operand(rng)
+        sign, operand = rng.choice("+-"), draw_operand(rng, easy)
         expression += f" {sign} {operand}"
         value += operand if sign == "+" else -operand
     return expression, value
 
 
-def draw_parentheses(rng: random.Random) -> tuple[str, int]:
+def draw_parentheses(rng: random.Random, easy: bool) -> tuple[str, int]:
     """a ± (b ± c) or (a ± b) ± (c ± d), with even odds → (expression, value)."""
     if rng.random() < 0.5:
-        first, first_value = draw_sum(rng, 1)
+        first, first_value = draw_sum(rng, easy, 1)
     else:
-        first, first_value = draw_sum(rng, 2)
+        first, first_value = draw_sum(rng, easy, 2)
         first = f"({first})"
     sign = rng.choice("+-")
-    second, second_value = draw_sum(rng, 2)
+    second, second_value = draw_sum(rng, easy, 2)
     value = first_value + second_value if sign == "+" else first_value - second_value
     return f"{first} {sign} ({second})", value
 
 
 def draw_problem(rng: random.Random, kind: str) -> tuple[str, int]:
     """One random problem of ``kind`` (of KINDS) → (expression, exact integer value)."""
+    easy = rng.random() < EASY_SHARE
     if kind == "two_step":
-        return draw_sum(rng, 3)
+        return draw_sum(rng, easy, 3)
     if kind == "three_step":
-        return draw_sum(rng, 4)
+        return draw_sum(rng, easy, 4)
     if kind == "parentheses":
-        return draw_parentheses(rng)
-    large, small = draw_operand(rng, low=2), rng.randint(2, 20)
+        return draw_parentheses(rng, easy)
+    large, small = draw_operand(rng, easy, low=2), rng.randint(2, 9 if easy else 20)
     if kind == "multiplication":
         return f"{large} * {small}", large * small
     if kind == "division":
