@@ -72,9 +72,20 @@ class GradientSketch:
         return p.shape[-1] if side == "columns" else p.numel() // p.shape[-1]
 
     def _size(self, p: nn.Parameter) -> int:
+        rows, columns, _, _ = self._shape(p)
+        return rows * columns
+
+    def _shape(self, p: nn.Parameter) -> tuple[int, int, bool, bool]:
+        """(rows, columns of the sketch, whether the rows, the columns are random combinations)."""
         if p.dim() < 2:
-            return min(p.numel(), self.k**2)
-        return min(self._extent(p, "rows"), self.k) * min(self._extent(p, "columns"), self.k)
+            return 1, min(p.numel(), self.k**2), False, p.numel() > self.k**2
+        rows, columns = self._extent(p, "rows"), self._extent(p, "columns")
+        return min(rows, self.k), min(columns, self.k), rows > self.k, columns > self.k
+
+    @property
+    def layout(self) -> list[tuple[int, int, bool, bool]]:
+        """``_shape`` of every parameter in the order of concatenation, for prompt_pairs.py's error of a sketch."""
+        return [self._shape(p) for _, p in self.parameters.values()]
 
     def _matrix(self, key: int, side: str) -> torch.Tensor | None:
         """(extent, width) of entries +-1/sqrt(width) for one side of a parameter; None for the identity."""

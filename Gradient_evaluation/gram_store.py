@@ -24,8 +24,10 @@ class GramRecord:
     prompt_id, index: identity and place in the oracle table; prompt, ground_truth: as in the table;
     oracle_value: V(x); n_oracle: the continuations behind it, or None; rewards, lengths (tokens, the end of
     sequence included), log_probs: (N,); grams: one (B, B) float64 per block, Q[i, j] = <g_i, g_j>; modules, module_moments:
-    under --by_layer the names and their moments (modules, 6) of layer_traces.py, else None; sketch: (S,) float32
-    sketch of the GRPO gradient estimate (the blocks' mean) with --sketch_dim, else None; greedy_reward: reward of the greedy continuation, if sampled.
+    under --by_layer the names and their moments (modules, 6) of layer_traces.py, else None; sketch: (E, S)
+    float32 sketches of the mean of each of ``sketch_names`` ("grpo" first; the blocks' mean) with --sketch_dim, else
+    None; sketch_layout: (parameters, 4) of GradientSketch.layout; greedy_reward: that of the greedy continuation, if
+    sampled.
     """
 
     prompt_id: int
@@ -41,6 +43,8 @@ class GramRecord:
     modules: list[str] | None = None
     module_moments: np.ndarray | None = None
     sketch: np.ndarray | None = None
+    sketch_names: list[str] | None = None
+    sketch_layout: np.ndarray | None = None
     greedy_reward: float | None = None
 
     @property
@@ -58,8 +62,8 @@ class GramRecord:
         """Write ``folder/<prompt id>.npz``, all or nothing."""
         about = {"prompt_id": self.prompt_id, "index": self.index, "prompt": self.prompt,
                  "ground_truth": self.ground_truth, "oracle_value": self.oracle_value, "n_oracle": self.n_oracle,
-                 "modules": self.modules, "greedy_reward": self.greedy_reward}
-        extra = {name: getattr(self, name) for name in ("module_moments", "sketch") if getattr(self, name) is not None}
+                 "modules": self.modules, "sketch_names": self.sketch_names, "greedy_reward": self.greedy_reward}
+        extra = {name: getattr(self, name) for name in ("module_moments", "sketch", "sketch_layout") if getattr(self, name) is not None}
         buffer = io.BytesIO()
         np.savez(buffer, **extra, about=np.array(json.dumps(about, ensure_ascii=False)), rewards=self.rewards,
                  lengths=self.lengths, log_probs=self.log_probs,
@@ -78,7 +82,8 @@ def load(path: Path) -> GramRecord:
         pieces = np.split(data["grams"], np.cumsum([size * size for size in sizes])[:-1])
         grams = [piece.reshape(size, size) for piece, size in zip(pieces, sizes)]
         return GramRecord(**about, rewards=data["rewards"], lengths=data["lengths"], log_probs=data["log_probs"],
-                          grams=grams, module_moments=data.get("module_moments"), sketch=data.get("sketch"))
+                          grams=grams, module_moments=data.get("module_moments"), sketch=data.get("sketch"),
+                          sketch_layout=data.get("sketch_layout"))
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None
     except (OSError, ValueError, KeyError, TypeError, EOFError) as error:

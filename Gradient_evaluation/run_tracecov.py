@@ -25,8 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation import estimators, gram_store  # noqa: E402
-from Gradient_evaluation.advantages import group_advantages  # noqa: E402
+from Gradient_evaluation import estimators, gram_store, group_size_report  # noqa: E402
 from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, run  # noqa: E402
 from Gradient_evaluation.estimator_table import DEFAULT, ESTIMATORS, group_rules  # noqa: E402
 from Gradient_evaluation.flags import add_shared_flags, law_of, law_record  # noqa: E402
@@ -37,6 +36,7 @@ from Gradient_evaluation.run_files import (at_row, check_fingerprint, check_iden
                                            read_identity)
 from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
 from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
+from Gradient_evaluation.sketch_weights import sketch_weights, sketched_names  # noqa: E402
 from Gradient_evaluation.tables import check_ground_truths, check_law, load_oracle_table  # noqa: E402
 from Gradient_evaluation.tracecov_results import report, versions, write_results  # noqa: E402
 from Gradient_evaluation.utils import REWARDS, format_prompt  # noqa: E402
@@ -63,6 +63,8 @@ def parse_args():
                         help="published: the paper's released log-probs, for comparison (%(default)s)")
     parser.add_argument("--params", metavar="REGEX", help="measure only parameters whose name this finds")
     parser.add_argument("--by_layer", action="store_true", help="also the traces of every module")
+    parser.add_argument("--budget", type=integer(2), metavar="N",
+                        help="also the predicted MSE of every G at N = B*G continuations per step")
     parser.add_argument("--sketch_dim", type=integer(0), default=16,
                         help="size of the gradient sketches behind the group-size law, 0 for none (%(default)s)")
     parser.add_argument("--allow_mismatch", action="store_true", help="take a table made under another law")
@@ -83,6 +85,8 @@ def parse_args():
         re.compile(args.params or "")
     except re.error as error:
         parser.error(f"--params {args.params}: not a regular expression ({error})")
+    if args.sketch_dim == 1:
+        parser.error("--sketch_dim must be 0 or at least 2, got 1")
     if not (args.oracle_table or args.from_grams):
         parser.error("give --oracle_table (from calculate_oracle_v.py) or --from_grams")
     return args
@@ -128,23 +132,26 @@ def measure(model, tokenizer, gram, prompt_ids, place, row, sizes, args) -> gram
     score = REWARDS[args.reward].score
     ends = np.cumsum(sizes).tolist()
     rewards = np.array([score(continuation.text, row.ground_truth) for continuation in drawn])
+    lengths = np.array([len(continuation.tokens) for continuation in drawn])
+    names = sketched_names(args.estimators) if args.sketch_dim else None
     blocks, moments, sketches = [], [], []
     for size, end in zip(sizes, ends):
-        grpo = group_advantages(rewards[end - size:end], "leave_one_out")[None] / size
-        block = gram.block(prompt_ids, drawn[end - size:end], args.by_layer, grpo if args.sketch_dim else None)
-        if args.sketch_dim:
-            sketches.append(block.sketch[0])
+        part = slice(end - size, end)
+        weights = sketch_weights(names, rewards[part], lengths[part], args.K_list[-1]) if names else None
+        block = gram.block(prompt_ids, drawn[part], args.by_layer, weights)
+        if names:
+            sketches.append(block.sketch)
         if args.by_layer:
-            moments.append(layer_moments(block.by_module, rewards[end - size:end]))
+            moments.append(layer_moments(block.by_module, rewards[part]))
         blocks.append(replace(block, by_module=None, sketch=None))
     return gram_store.GramRecord(
         prompt_id=row.prompt_id, index=place, prompt=row.prompt, ground_truth=row.ground_truth,
         oracle_value=row.oracle_value, n_oracle=row.oracle_samples,
-        rewards=rewards,
-        lengths=np.array([len(continuation.tokens) for continuation in drawn]),
+        rewards=rewards, lengths=lengths,
         log_probs=np.concatenate([block.log_probs for block in blocks]), grams=[block.gram for block in blocks],
         modules=gram.modules if moments else None, module_moments=np.mean(moments, axis=0) if moments else None,
-        sketch=np.mean(sketches, axis=0) if sketches else None,
+        sketch=np.mean(sketches, axis=0) if sketches else None, sketch_names=names,
+        sketch_layout=np.array(gram.sketch.layout, dtype=np.int64) if names else None,
         greedy_reward=greedy_reward(model, tokenizer, prompt_ids, row, args))
 
 
@@ -153,7 +160,8 @@ def measure_all(args, chosen: list, sizes: list[int], grams: Path, device) -> di
     dtype = resolve_dtype(args.dtype, device)
     identity = {**law_record(args), "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
                 "params": args.params, "by_layer": args.by_layer, "sketch_dim": args.sketch_dim,
-                "greedy": "greedy" in args.estimators, "dtype": str(dtype).split(".")[-1]}
+                "greedy": "greedy" in args.estimators,
+                "sketched": sketched_names(args.estimators) if args.sketch_dim else [], "dtype": str(dtype).split(".")[-1]}
     tokenizer = load_tokenizer(args.model, args.revision)
     prompts = [at_row(row, format_prompt, tokenizer, row.prompt) for _, row in chosen]
     model = load_model(args.model, args.revision, device, dtype)
@@ -213,6 +221,7 @@ def main() -> None:
     if plots is not None:
         figure, _ = plot_tracecov(results, label=label)
         print(f"figure:  {save_figure(figure, plots / f'tracecov_{label}.png')}")
+    print(f"\n{group_size_report.report(results['group_size_law'], args.budget)}")
 
 
 if __name__ == "__main__":

@@ -4,43 +4,75 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+import numpy as np
 
 from Gradient_evaluation import estimators
 from Gradient_evaluation.durable_files import write_json
 from Gradient_evaluation.estimator_table import DEFAULT
+from Gradient_evaluation.group_size_law import group_size_law
 from Gradient_evaluation.layer_traces import by_layer
+from Gradient_evaluation.prompt_pairs import SketchPart, prompt_averaged_cosines
+
+
+@dataclass
+class Notes:
+    """What is kept of each Gram record while the records stream past: its table row, layers and sketches."""
+
+    table: list[dict] = field(default_factory=list)
+    layers: list[tuple] = field(default_factory=list)
+    sketches: list[np.ndarray | None] = field(default_factory=list)
+    sketch_names: list[str] | None = None
+    sketch_layout: np.ndarray | None = None
+
+    def passing(self, records: Iterable) -> Iterable:
+        """Pass the records on, noting each."""
+        for record in records:
+            self.table.append({"prompt": record.prompt, "ground_truth": record.ground_truth,
+                               "V_oracle": record.oracle_value, "n_oracle": record.n_oracle,
+                               "mean_reward": float(record.rewards.mean())})
+            if record.modules is not None:
+                self.layers.append((record.modules, record.module_moments))
+            self.sketches.append(record.sketch)
+            self.sketch_names, self.sketch_layout = record.sketch_names, record.sketch_layout
+            yield record
 
 
 def write_results(args, records: Iterable, about: dict, label: str) -> dict:
     """Compute everything from the Gram records and write the JSON files → the results."""
-    table: list[dict] = []
-    layers: list[tuple] = []
-    moments = estimators.reduce_prompts(_noting(records, table, layers), args.K_list, args.estimators)
-    summary = estimators.summarise(moments, args.K_list, seed=args.seed, names=args.estimators)
-    if layers:
-        summary["by_layer"] = by_layer(layers[0][0], [moments for _, moments in layers],
-                                       [row["V_oracle"] for row in table], args.K_list, seed=args.seed)
+    notes, folder = Notes(), Path(args.save_json)
+    prompts = estimators.reduce_prompts(notes.passing(records), args.K_list, args.estimators)
+    summary = estimators.summarise(prompts, args.K_list, seed=args.seed, names=args.estimators)
+    summary["group_size_law"] = law_of(prompts, notes, about["law"].get("sketch_dim"), args.seed)
+    if notes.layers:
+        summary["by_layer"] = by_layer(notes.layers[0][0], [moments for _, moments in notes.layers],
+                                       [row["V_oracle"] for row in notes.table], args.K_list, seed=args.seed)
     results = {**summary, **about}
-    folder = Path(args.save_json)
     for K in args.K_list:
-        traces = estimators.prompt_trace_covs(moments, K, args.estimators)
-        rows = [{**row, "K": K, "trace_cov": dict(zip(traces, values))} for row, *values in
-                zip(table, *(_per_prompt(traces[name], len(table)) for name in traces))]
+        traces = estimators.prompt_trace_covs(prompts, K, args.estimators)
+        columns = {name: _per_prompt(values, len(notes.table)) for name, values in traces.items()}
+        rows = [{**row, "K": K, "trace_cov": {name: column[i] for name, column in columns.items()}}
+                for i, row in enumerate(notes.table)]
         write_json(folder / f"tracecov_{label}_K{K}_detailed.json", rows)
     write_json(folder / f"tracecov_{label}.json", results)
     return results
 
 
-def _noting(records: Iterable, table: list, layers: list) -> Iterable:
-    """Pass records on, keeping of each only what the detailed files and ``by_layer`` say about its prompt."""
-    for record in records:
-        table.append({"prompt": record.prompt, "ground_truth": record.ground_truth, "V_oracle": record.oracle_value,
-                      "n_oracle": record.n_oracle, "mean_reward": float(record.rewards.mean())})
-        if record.modules is not None:
-            layers.append((record.modules, record.module_moments))
-        yield record
+def law_of(prompts: estimators.PromptMoments, notes: Notes, sketch_dim: int | None, seed: int) -> dict:
+    """The entry ``group_size_law``: constants, G*, and the cosine of each sketched estimator to the gradient."""
+    pairs, complete = prompts.pairs, all(sketch is not None for sketch in notes.sketches)
+    sketches = np.stack(notes.sketches) if complete else None
+    layout = [SketchPart(*map(int, part)) for part in notes.sketch_layout] if complete else None
+    law = group_size_law(pairs.disjoint, pairs.shared_member - pairs.disjoint, pairs.same_pair - pairs.disjoint,
+                         None if sketches is None else sketches[:, 0],
+                         None if isinstance(prompts.oracle_value, str) else prompts.oracle_value,
+                         sketch_dim=sketch_dim or None, sketch_layout=layout, seed=seed)
+    law["cosine_to_gradient"] = {} if sketches is None or sketches.shape[1] < 2 else prompt_averaged_cosines(
+        sketches[:, 1:], sketches[:, 0], notes.sketch_names[1:], layout, law["sketch_dim"], seed=seed)
+    return law
 
 
 def _per_prompt(values, n: int) -> list:
@@ -59,7 +91,7 @@ def versions() -> dict:
 
 
 def report(results: dict) -> str:
-    """The lines a run ends with: MSE by K, the other estimators, the on-policy check, the score norms."""
+    """The lines a run ends with: MSE by K, other estimators, on-policy check, score norms."""
     curves = {name: results["estimators"][name] for name in DEFAULT}
     titles = {"naive": "vanilla", "grpo": "GRPO", "oracleV": "oracle", "best_baseline": "floor"}
     lines = ["MSE of the gradient estimate: mean over prompts of trace(Cov | x) [95% interval]",

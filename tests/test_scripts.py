@@ -93,8 +93,20 @@ class Truth:
         self.p = np.array([o.probability for o in outcomes])
         self.rewards = np.array([integer_reward("".join("?123"[t] for t in o.tokens if t), answer) for o in outcomes])
         scores = torch.stack([o.score for o in outcomes])
-        self.gram = (scores @ scores.T).numpy()
+        self.scores = scores.numpy()
+        self.gram = self.scores @ self.scores.T
         self.V = float(self.p @ self.rewards)
+
+        # Pairs of outcomes: h_ij = (g_i - g_j)(Z_i - Z_j) / 2, its conditional mean, and the two variances.
+        z = self.rewards
+        h = (self.scores[:, None] - self.scores[None]) * (z[:, None] - z[None])[..., None] / 2
+        given_first, theta = np.einsum("j,ijd->id", self.p, h), np.einsum("i,j,ijd->d", self.p, self.p, h)
+        self.zeta1 = self.p @ (given_first**2).sum(-1) - theta @ theta
+        self.zeta2 = self.p @ (h**2).sum(-1) @ self.p - theta @ theta
+
+    def trace_of_group(self, K):
+        """GRPO's tr Cov at any K."""
+        return 4 * self.zeta1 / K + (2 * self.zeta2 - 4 * self.zeta1) / (K * (K - 1))
 
     def trace(self, K, baseline):
         """tr Cov of (1/K) sum_i g_i (Z_i - C_i) over all K-tuples of outcomes."""
@@ -366,3 +378,27 @@ def test_a_prompt_of_which_no_group_is_kept_is_null_in_the_detailed_file(policy,
     detailed = read(tmp_path / "a" / "tracecov_four tokens_K4_detailed.json")
     assert detailed[0]["trace_cov"]["dapo"] is None and detailed[1]["trace_cov"]["dapo"] is not None
     assert read(tmp_path / "a" / "tracecov_four tokens.json")["estimators"]["dapo"]["prompts_never_kept"] == [1]
+
+
+def test_sketches_are_the_true_gradients_and_the_group_size_law_follows_within_error(policy, table, tmp_path, truths, capsys):
+    code, out, _ = tracecov(policy, table, tmp_path, "--K_list", 8, "--M", 60, "--sketch_dim", 1000, "--budget", 64,
+                            "--estimators", "std_verl", "length_normalised", capsys=capsys)
+    assert code == 0
+    thetas = []
+    for record, truth in zip(gram_store.load_all(tmp_path / "grams"), truths):
+        thetas.append((truth.p * truth.rewards) @ truth.scores)
+        assert record.sketch.shape == (3, len(thetas[-1])) and record.sketch_names == ["grpo", "length_normalised", "std_verl"]
+        # The mean of 30 blocks of 16: its squared error is about tr Cov of a group of 16 over 30.
+        error = ((record.sketch[0] - thetas[-1]) ** 2).sum()
+        assert error < 4 * truth.trace_of_group(16) / 30
+        assert error < 0.2 * (thetas[-1] ** 2).sum()
+    law = read(tmp_path / "tracecov_four tokens.json")["group_size_law"]
+    theta = np.array(thetas)
+    squares = (theta**2).sum(1)
+    across = ((theta.sum(0) ** 2).sum() - squares.sum()) / (5 * 4)  # mean <theta(x), theta(x')> over pairs x != x'
+    assert law["c1"] == pytest.approx(squares.mean() - across, rel=0.15)
+    assert law["mean_theta_norm_sq"] == pytest.approx(across, rel=0.15, abs=0.1 * squares.mean())
+    exact = np.mean([[4 * t.zeta1, 2 * t.zeta2 - 4 * t.zeta1] for t in truths], axis=0)
+    assert law["c2"] == pytest.approx(exact[0], rel=0.15) and law["c3"] == pytest.approx(exact[1], rel=0.15)
+    assert set(law["cosine_to_gradient"]) == {"length_normalised", "std_verl"}
+    assert "prediction" in out.strip().splitlines()[-1]
