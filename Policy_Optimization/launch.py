@@ -1,0 +1,171 @@
+"""What grpo_train.sh does before anything starts: read the settings, check them, compose VERL's configuration.
+
+    python Policy_Optimization/launch.py --plan FOLDER [settings as grpo_train.sh] [-- VERL overrides]
+
+Under --dry_run it prints the command and the settings that matter. Otherwise it prepares the run folder and
+leaves python's arguments and the environment in FOLDER, as NUL-terminated texts that the shell can read whatever
+is in a path; a run that is finished already leaves nothing there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from Gradient_evaluation.cli import UserError, run as run_main  # noqa: E402
+from Policy_Optimization import checks, verl_config  # noqa: E402
+from Policy_Optimization.run_folder import (check_same_run, is_finished, last_checkpoint, read_run,  # noqa: E402
+                                            run_environment, start_attempt, wandb_mode)
+from Policy_Optimization.settings import Settings, hydra_value, read_settings, verl_overrides  # noqa: E402
+
+
+def check_settings(settings: Settings, environment: Mapping[str, str]) -> list[str]:
+    """Everything that needs no VERL; returns notes for the user. UserError at the first fault."""
+    notes = []
+    if settings.nnodes > 1 and not settings.ray_address:
+        raise UserError("--nnodes: more than one machine need a Ray cluster; start it and give --ray_address (README)")
+    config = checks.check_model(settings.model)
+    if config is None:
+        notes.append(f"{settings.model} is taken for a hub id and was not looked up")
+    else:
+        tokens = settings.max_prompt_length + settings.max_response_length
+        checks.check_model_fits(config, tokens, settings.tensor_parallel)
+    checks.check_no_secret(settings.passed, environment)
+    if importlib.util.find_spec("wandb") is None:
+        raise UserError("the package wandb is not installed; pip install wandb")
+    if wandb_mode(environment) == "offline":
+        notes.append(f"W&B goes offline; later: wandb sync {shlex.quote(settings.run_dir)}/wandb/offline-run-*")
+    return notes
+
+
+def check_data(cfg: Any, settings: Settings) -> list[str]:
+    """The files VERL would read, after what follows ``--``: schema, answers, lengths, enough prompts for a step."""
+    notes = []
+    own_reward = cfg.reward.custom_reward_function.path == str(Path(__file__).resolve().parent / "reward_fn.py")
+    for key, name in (("train_files", "train_files"), ("val_files", "val_files")):
+        files = cfg.data[key] if not isinstance(cfg.data[key], str) else [cfg.data[key]]
+        usable = 0
+        for path in files:
+            rows = checks.read_training_file(path, name)
+            if own_reward:
+                checks.check_rows(rows, path, name, settings.reward)
+            long = 0
+            if Path(settings.model).is_dir():
+                long = checks.count_overlong(rows, settings.model, cfg.data.max_prompt_length)
+            if long:
+                notes.append(f"{long} of {len(rows)} prompts in {path} are too long and will be left out")
+            usable += len(rows) - long
+        need = cfg.data.train_batch_size if key == "train_files" else 1
+        if usable < need:
+            raise UserError(f"--{name}: {usable} usable prompts, a step takes {need}; give more, or a smaller --budget")
+    return notes
+
+
+def check_machine(cfg: Any, settings: Settings) -> None:
+    """Only before a real run: the packages training imports and, without a cluster, this machine's GPUs."""
+    missing = verl_config.missing_for_training(cfg.actor_rollout_ref.rollout.name)
+    if missing:
+        quoted = " ".join(shlex.quote(package) for package in missing)
+        raise UserError(f"training needs packages that are not installed here: pip install {quoted}")
+    if settings.ray_address or cfg.trainer.device != "cuda":
+        return
+    import torch
+
+    if torch.cuda.device_count() < cfg.trainer.n_gpus_per_node:
+        raise UserError(
+            f"--gpus_per_node {cfg.trainer.n_gpus_per_node}: this machine has {torch.cuda.device_count()} GPUs "
+            f"that torch can use"
+        )
+
+
+def worker_overrides(variables: Mapping[str, str]) -> list[str]:
+    """Ray's own way to give variables to every worker, also where the cluster was started by someone else."""
+    return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={hydra_value(text)}" for name, text in variables.items()]
+
+
+def describe(settings: Settings, cfg: Any, notes: Sequence[str]) -> str:
+    """What --dry_run prints above the command."""
+    actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
+    step = cfg.data.train_batch_size
+    lines = [f"  {name:26} {value}  ({settings.origin[name]})" for name, value in settings.values.items()
+             if value is not None]  # fmt: skip
+    lines += [
+        "what VERL makes of them:",
+        f"  a step      {step} prompts x {rollout.n} continuations = {step * rollout.n}",
+        f"  an update   {actor.ppo_mini_batch_size} prompts x {rollout.n} = {actor.ppo_mini_batch_size * rollout.n}",
+        f"  advantage   {cfg.algorithm.adv_estimator}, std normalisation "
+        f"{cfg.algorithm.norm_adv_by_std_in_grpo if cfg.algorithm.adv_estimator == 'grpo' else 'none'}, "
+        f"{actor.loss_agg_mode}",
+        f"  KL loss     {actor.use_kl_loss}, KL in reward {cfg.algorithm.use_kl_in_reward}",
+        f"  reward      {cfg.reward.custom_reward_function.path}",
+        f"  machines    {cfg.trainer.nnodes} x {cfg.trainer.n_gpus_per_node} GPUs",
+    ]
+    step = last_checkpoint(Path(settings.run_dir))
+    lines.append(f"  starts from {'the model' if step is None else f'the checkpoint of step {step}'}")
+    return "\n".join(["settings:", *lines, *(f"note: {note}" for note in notes)])
+
+
+def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    environment = os.environ if environment is None else environment
+    plan = Path(arguments[1]) if arguments[:1] == ["--plan"] else None
+    settings = read_settings(arguments[2:] if plan else arguments, environment)
+    run_dir = Path(settings.run_dir)
+    previous = read_run(run_dir)
+    notes = check_settings(settings, environment)
+    for key in ("train_files", "val_files"):  # at once, before VERL takes its seconds to import
+        if not any(override.startswith(f"data.{key}=") for override in settings.passed):
+            checks.read_training_file(settings.values[key], key)
+
+    notes += verl_config.check_installed()
+    overrides = verl_overrides(settings)
+    cfg = verl_config.compose(overrides)
+    verl_config.check_config(cfg)
+    notes += check_data(cfg, settings)
+    check_same_run(run_dir, previous, overrides, settings.allow_changes)
+
+    command = ["-m", "verl.trainer.main_ppo"]
+    if settings.dry_run:
+        missing = verl_config.missing_for_training(cfg.actor_rollout_ref.rollout.name)
+        notes += [f"not installed here, needed where it trains: {', '.join(missing)}"] if missing else []
+        print(describe(settings, cfg, notes))
+        print("command:\n  " + " \\\n    ".join([shlex.join([sys.executable, *command]), *map(shlex.quote, overrides)]))
+        print("dry run: all checks passed, nothing was started")
+        return
+    check_machine(cfg, settings)
+    if is_finished(run_dir, previous, overrides):
+        print(f"{run_dir}: finished already with these settings; raise --epochs to go on, or give another --run_dir")
+        return
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    started = start_attempt(run_dir, previous, overrides)
+    variables = run_environment(run_dir, started["attempts"], started["wandb_run_id"], environment)
+    if settings.ray_address:
+        variables["RAY_ADDRESS"] = settings.ray_address
+    log = run_dir / "logs" / f"console_{started['attempts']}.log"
+    write_plan(plan, [*command, *overrides, *worker_overrides(variables)], variables, run_dir, log)
+
+
+def write_plan(
+    plan: Path | None, command: Sequence[str], variables: Mapping[str, str], run_dir: Path, log: Path
+) -> None:
+    """Leave command, environment and places in the folder ``plan``, each text ended by NUL."""
+    if plan is None:
+        raise UserError("start training with Policy_Optimization/grpo_train.sh; this file alone does --dry_run only")
+    parts = {
+        "command": command,
+        "environment": [f"{name}={text}" for name, text in variables.items()],
+        "places": [str(run_dir), str(log)],
+    }
+    for name, texts in parts.items():
+        (plan / name).write_bytes(b"".join(os.fsencode(text) + b"\0" for text in texts))
+
+
+if __name__ == "__main__":
+    run_main(main)

@@ -1,0 +1,174 @@
+"""One folder holds everything of a training run: what it was started with, caches, checkpoints, logs, W&B files.
+
+    run.json            overrides of the last attempt, number of attempts, W&B run id
+    checkpoints/        global_step_N, and VERL's latest_checkpointed_iteration.txt
+    logs/               console_A.log and metrics_A.jsonl of attempt A (VERL would overwrite one file)
+    validation/         the continuations and scores of every validation
+    wandb/, cache/, hydra/, finished
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import netrc
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlparse
+
+from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.durable_files import one_line_errors, write_bytes_atomic, write_json
+
+TRACKER = "latest_checkpointed_iteration.txt"
+CACHES = {  # where libraries would write into the home folder
+    "HF_HOME": "huggingface",
+    "VLLM_CACHE_ROOT": "vllm",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "WANDB_CACHE_DIR": "wandb",
+    "WANDB_DATA_DIR": "wandb",
+    "XDG_CACHE_HOME": "other",
+}
+# what may differ between the attempts of one run: how long, how often, how much at a time, where it is shown
+FREE = (
+    "trainer.total_epochs", "trainer.total_training_steps", "trainer.save_freq", "trainer.test_freq",
+    "trainer.max_actor_ckpt_to_keep", "trainer.logger", "trainer.log_val_generations", "trainer.val_before_train",
+    "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.default_local_dir", "hydra.run.dir",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", "ray_kwargs.",
+)  # fmt: skip
+
+
+def read_run(run_dir: Path) -> dict:
+    """run.json of an earlier attempt, or {} for a new run; UserError if the folder or file is something else."""
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UserError(f"--run_dir {run_dir}: is a file; give a folder")
+    path = run_dir / "run.json"
+    if not path.exists():
+        return {}
+    with one_line_errors(path, "read"):
+        data = path.read_bytes()
+    try:
+        run = json.loads(data)
+        return {"attempts": int(run["attempts"]), "overrides": list(run["overrides"]),
+                "wandb_run_id": str(run["wandb_run_id"])}  # fmt: skip
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path}: is not a run.json of the launcher; remove it or give another --run_dir") from None
+
+
+def last_checkpoint(run_dir: Path, repair: bool = False) -> int | None:
+    """The step training will continue from, or None.
+
+    VERL reads the step from a small file that it does not write in one go: an empty one makes it crash, one
+    that names a missing folder makes it start from scratch without a word. The newest complete checkpoint
+    (data.pt is written last) is used then; ``repair`` writes its step into the file.
+    """
+    folder = run_dir / "checkpoints"
+    complete = []
+    for path in folder.glob("global_step_*"):
+        number = path.name.removeprefix("global_step_")
+        if number.isdigit() and (path / "data.pt").is_file() and (path / "actor").is_dir():
+            complete.append(int(number))
+    tracker = folder / TRACKER
+    try:
+        step = int(tracker.read_text())
+    except (OSError, ValueError):
+        step = None
+    if step in complete or (step is None and not complete):
+        return step
+    newest = max(complete, default=None)
+    if repair and newest is not None:
+        write_bytes_atomic(tracker, str(newest).encode())
+    elif repair and tracker.exists():
+        tracker.unlink()  # it names a checkpoint that was never finished
+    return newest
+
+
+def check_same_run(run_dir: Path, run: Mapping, overrides: list[str], allow_changes: bool) -> None:
+    """UserError naming what changed, if a checkpoint would be continued with other settings than it was made with."""
+    if not run or allow_changes or last_checkpoint(run_dir) is None:
+        return
+    before, now = _by_key(run["overrides"]), _by_key(overrides)
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and not key.startswith(FREE)]
+    if changed:
+        shown = "; ".join(f"{key} was {before.get(key, 'unset')}, is {now.get(key, 'unset')}" for key in changed[:3])
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        raise UserError(
+            f"{run_dir}: its checkpoint was made with other settings ({shown}{more}); "
+            f"give another --run_dir, or pass --allow_changes"
+        )
+
+
+def is_finished(run_dir: Path, run: Mapping, overrides: list[str]) -> bool:
+    """Did an attempt with exactly these overrides run to its end?"""
+    return (run_dir / "finished").exists() and bool(run) and _by_key(run["overrides"]) == _by_key(overrides)
+
+
+def _by_key(overrides: list[str]) -> dict[str, str]:
+    return dict(override.lstrip("+~").partition("=")[::2] for override in overrides)
+
+
+def start_attempt(run_dir: Path, run: Mapping, overrides: list[str]) -> dict:
+    """Make the folders and write run.json for one more attempt; returns it."""
+    for name in ("checkpoints", "logs", "validation", "cache"):  # W&B makes its own below run_dir
+        with one_line_errors(run_dir / name, "write"):
+            (run_dir / name).mkdir(parents=True, exist_ok=True)
+    _refuse_second_launcher(run_dir)
+    last_checkpoint(run_dir, repair=True)
+    (run_dir / "finished").unlink(missing_ok=True)
+    run = {
+        "attempts": run.get("attempts", 0) + 1,
+        "overrides": overrides,
+        "wandb_run_id": run.get("wandb_run_id") or secrets.token_hex(4),
+    }
+    write_json(run_dir / "run.json", run)
+    return run
+
+
+def _refuse_second_launcher(run_dir: Path) -> None:
+    """UserError while a launcher trains in this folder: grpo_train.sh holds the lock on .lock."""
+    with one_line_errors(run_dir / ".lock", "write"), open(run_dir / ".lock", "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{run_dir}: another launcher trains here; wait, or give another --run_dir") from None
+
+
+def has_wandb_key(environment: Mapping[str, str]) -> bool:
+    """Is there a key for W&B, in WANDB_API_KEY or in the netrc file? It is looked for, never read out."""
+    if environment.get("WANDB_API_KEY", "").strip():
+        return True
+    host = urlparse(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
+    path = environment.get("NETRC") or os.path.join(environment.get("HOME", "~"), ".netrc")
+    try:
+        return netrc.netrc(os.path.expanduser(path)).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def wandb_mode(environment: Mapping[str, str]) -> str:
+    """online, offline or disabled: WANDB_MODE where it is set, else online with a key and offline without one."""
+    mode = environment.get("WANDB_MODE", "").strip()
+    if mode not in ("", "online", "offline", "disabled"):
+        raise UserError(f"WANDB_MODE={mode}: use online, offline or disabled")
+    if mode == "online" and not has_wandb_key(environment):
+        raise UserError("WANDB_MODE=online, but there is no key; set WANDB_API_KEY or use WANDB_MODE=offline")
+    return mode or ("online" if has_wandb_key(environment) else "offline")
+
+
+def run_environment(run_dir: Path, attempt: int, run_id: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables training needs, none of them a secret; a cache the user placed elsewhere stays there."""
+    variables = {name: environment.get(name) or str(run_dir / "cache" / folder) for name, folder in CACHES.items()}
+    token = Path(environment.get("HOME", "~")).expanduser() / ".cache" / "huggingface" / "token"
+    if not environment.get("HF_HOME") and not environment.get("HF_TOKEN_PATH") and token.exists():
+        variables["HF_TOKEN_PATH"] = str(token)  # the place of the login, which moves with HF_HOME otherwise
+    variables |= {
+        "VERL_FILE_LOGGER_PATH": str(run_dir / "logs" / f"metrics_{attempt}.jsonl"),
+        "WANDB_MODE": wandb_mode(environment),
+        "WANDB_DIR": str(run_dir),
+        "WANDB_RUN_ID": run_id,
+        "WANDB_RESUME": "allow",
+    }
+    return variables
