@@ -15,9 +15,9 @@ DEMO = outputs/demo
 demo: .venv/installed
 	$(BIN)/python data/make_arithmetic.py --n 40 --out $(DEMO)/problems.jsonl
 	$(BIN)/python Gradient_evaluation/calculate_oracle_v.py --model data/tiny_model \
-		--dataset $(DEMO)/problems.jsonl --n_oracle 500 --batch_size 500 --out_dir $(DEMO)
+		--dataset $(DEMO)/problems.jsonl --n_oracle 400 --batch_size 400 --out_dir $(DEMO)
 	$(BIN)/python Gradient_evaluation/run_tracecov.py --model data/tiny_model \
-		--oracle_table $(DEMO)/oracle_v_n500_tiny_model.jsonl --K_list 4 8 16 32 64 --M 8 --gen_bs 512 \
+		--oracle_table $(DEMO)/oracle_v_n400_tiny_model.jsonl --K_list 4 8 16 32 64 --M 4 --gen_bs 256 \
 		--save_json $(DEMO) --plot_path $(DEMO)
 
 test: .venv/installed
@@ -36,4 +36,22 @@ clean:
 		{ echo "error: $(PYTHON) has no venv module; on Debian: apt install python3-venv" >&2; exit 2; }
 	$(BIN)/pip install --quiet "$(TORCH)"
 	$(BIN)/pip install --quiet -r requirements.txt
+	@touch $@
+
+# Real VERL training on the CPU (tests/verl_cpu): its own environment of 4 GB; train, kill, continue, measure.
+TRAIN_ENV = outputs/verl_cpu/venv
+.PHONY: test-train
+
+test-train: .venv/installed $(TRAIN_ENV)/installed
+	$(BIN)/python tests/verl_cpu/train_for_real.py --env $(TRAIN_ENV)
+
+$(TRAIN_ENV)/installed: tests/verl_cpu/requirements.txt tests/verl_cpu/vllm_stub/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.platform != "linux" or not (3, 10) <= sys.version_info[:2] < (3, 13))' || \
+		{ echo "error: VERL needs Linux and Python 3.10 to 3.12; name one: make test-train PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -m venv $(TRAIN_ENV)
+	$(TRAIN_ENV)/bin/pip install --quiet torch==2.13.0
+	$(TRAIN_ENV)/bin/pip install --quiet -r tests/verl_cpu/requirements.txt
+	$(TRAIN_ENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@rm -rf $(TRAIN_ENV)/vllm_stub && cp -r tests/verl_cpu/vllm_stub $(TRAIN_ENV)/vllm_stub
+	$(TRAIN_ENV)/bin/pip install --quiet $(TRAIN_ENV)/vllm_stub
 	@touch $@
