@@ -79,3 +79,24 @@ def test_matrices_stay_far_smaller_than_the_parameters():
     grams.block(PROMPTS[0], random_continuations(0, (3, 6, 1, 5)), weights=WEIGHTS)
     held = sum(m.numel() for m in grams.sketch.matrices.values() if m is not None)
     assert 0 < held < 0.1 * sum(p.numel() for p in model.parameters())
+
+
+def test_the_default_sketch_adds_less_than_10_percent_to_the_arithmetic_of_a_block():
+    from pathlib import Path
+
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from Gradient_evaluation.models import load_model
+
+    folder = Path(__file__).resolve().parents[1] / "data" / "tiny_model"
+    model = load_model(str(folder), None, torch.device("cpu"), torch.float32)
+    grams, continuations = ScoreGram(model, LAW, sketch_dim=16), random_continuations(0, [12] * 16, 250)
+
+    def operations(weights):
+        with FlopCounterMode(display=False) as counter:
+            grams.block(list(range(1, 61)), continuations, weights=weights)
+        return counter.get_total_flops()
+
+    plain, sketched = operations(None), operations(np.ones((1, 16)) / 16)
+    print(f"sketch adds {sketched / plain - 1:.1%}")
+    assert plain < sketched < 1.1 * plain
