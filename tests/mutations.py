@@ -46,7 +46,8 @@ MUTATIONS = [
     Mutation("top_p before top_k", "sampling.py", "        logits = logits.masked_fill(~kept, -torch.inf)\n    if law.top_p",
              "    if law.top_p", SAMPLING),
     Mutation("random numbers by place in the batch", "sampling.py", "np.array([0, index, 0, 0]", "np.array([0, index - first, 0, 0]", SAMPLING),
-    Mutation("shared draws between the scripts", "run_tracecov.py", 'uniforms(args.seed, "tracecov"', 'uniforms(args.seed, "oracle"', SCRIPTS),
+    Mutation("shared draws between the scripts", "run_tracecov.py", 'uniforms(args.seed, "tracecov"', 'uniforms(args.seed, "oracle"',
+             f"{SCRIPTS}::test_the_two_scripts_never_share_draws"),
     Mutation("the reward reads past a stop string", "sampling.py", "False, text[:min(places)])", "False, text)", SAMPLING),
     Mutation("only one of two end ids", "sampling.py", "ids.update(named if", "ids.update(named[:1] if", SAMPLING),
     Mutation("published scoring everywhere", "score_gram.py", 'self.law = law if scoring == "exact" else SamplingLaw()', "self.law = SamplingLaw()", GRAM),
@@ -60,7 +61,8 @@ MUTATIONS = [
              "self.of_means([np.asarray(numerator) / np.asarray(denominator)], lambda x: x)", ESTIMATORS),
     Mutation("a tied head missing from the sketch", "gradient_sketch.py", "if isinstance(use, Rows):", "if isinstance(use, Outer) and len(self.parameters[key][1]) == 40:\n            return torch.zeros(len(use.a), self.sizes[key], dtype=use.a.dtype)\n        if isinstance(use, Rows):",
              "tests/test_gradient_sketch.py"),
-    Mutation("the sum of blocks instead of their mean", "run_tracecov.py", "sketch=np.mean(sketches, axis=0)", "sketch=np.sum(sketches, axis=0)", SCRIPTS),
+    Mutation("the sum of blocks instead of their mean", "run_tracecov.py", "sketch=np.mean(sketches, axis=0)", "sketch=np.sum(sketches, axis=0)",
+             f"{SCRIPTS}::test_sketches_are_the_true_gradients_and_the_group_size_law_follows_within_error"),
 ]
 
 
