@@ -7,7 +7,8 @@ Every step draws B = N/G arithmetic problems (data/make_arithmetic.py) and G con
 leave-one-out policy gradient (1/N) sum A_i grad log pi_i: the minibatch gradient whose MSE the law predicts. One
 learning rate for all G. Only N, the continuations per step, is fixed. Each finished run (G, seed) is kept in --out:
 the same command continues. At the end: mean reward on held-out problems against G, beside the predicted MSE.
-No VERL, no KL term, no clipping of ratios (one update per sample). TIME
+No VERL, no KL term, no clipping of ratios (one update per sample). The 21 runs
+of the defaults take about 35 s each on one core: 12 minutes.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ def parse_args(arguments: Sequence[str] | None):
     parser.add_argument("--model", default="data/tiny_model", help="where every run starts (%(default)s)")
     parser.add_argument("--group_sizes", nargs="+", default=["2 4 8 16 32 64 128"], help="G of the runs (%(default)s)")
     parser.add_argument("--budget", type=integer(2), default=128, help="N, continuations a step (%(default)s)")
-    parser.add_argument("--steps", type=integer(1), default=60, help="(%(default)s)")
-    parser.add_argument("--seeds", type=integer(1), default=4, help="runs per G (%(default)s)")
+    parser.add_argument("--steps", type=integer(1), default=100, help="(%(default)s)")
+    parser.add_argument("--seeds", type=integer(1), default=3, help="runs per G (%(default)s)")
     parser.add_argument("--optimizer", choices=sorted(OPTIMIZERS), default="sgd", help="(%(default)s)")
-    parser.add_argument("--learning_rate", type=number(0, low_included=False), default=0.01, help="(%(default)s)")
-    parser.add_argument("--n_train", type=integer(1), default=2000, help="problems to draw from (%(default)s)")
-    parser.add_argument("--n_held_out", type=integer(1), default=500, help="other problems (%(default)s)")
-    parser.add_argument("--eval_samples", type=integer(1), default=4, help="continuations of each (%(default)s)")
+    parser.add_argument("--learning_rate", type=number(0, low_included=False), default=0.05, help="(%(default)s)")
+    parser.add_argument("--n_train", type=integer(1), default=300, help="problems to draw from (%(default)s)")
+    parser.add_argument("--n_held_out", type=integer(1), default=100, help="other problems (%(default)s)")
+    parser.add_argument("--eval_samples", type=integer(1), default=16, help="continuations of each (%(default)s)")
     parser.add_argument("--temperature", type=number(0, low_included=False), default=1.0, help="(%(default)s)")
     parser.add_argument("--top_p", type=number(0, 1, low_included=False), default=0.95, help="(%(default)s)")
     parser.add_argument("--max_new_tokens", type=integer(1), default=32, help="(%(default)s)")
@@ -142,7 +143,7 @@ def draw(model, tokenizer, problems, chosen, size: int, law, stream: str, seed: 
                              for i, group in zip(chosen, groups)])
 
 
-def held_out_reward(model, tokenizer, problems, places, samples: int, law, chunk: int = 50) -> float:
+def held_out_reward(model, tokenizer, problems, places, samples: int, law, chunk: int = 25) -> float:
     """Mean reward of ``samples`` continuations of each held-out problem; the same random numbers in every run."""
     parts = [draw(model, tokenizer, problems, places[start:start + chunk], samples, law, "held_out", 0, 0)[1]
              for start in range(0, len(places), chunk)]
@@ -238,6 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     tokenizer = load_tokenizer(args.model, None)
     start = load_model(args.model, None, torch.device("cpu"), torch.float32)
     problems = make_problems(args.n_train + args.n_held_out, seed=0)
+    np.random.default_rng(0).shuffle(problems)  # the easy kinds run out first: both parts get as many of them
     for problem in problems:
         problem["ids"] = format_prompt(tokenizer, problem["prompt"])
     longest = max((problem["ids"] for problem in problems), key=len)
