@@ -15,21 +15,27 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
 from Gradient_evaluation.durable_files import append_row  # noqa: E402
-from Gradient_evaluation.flags import add_shared_flags, law_of, law_record  # noqa: E402
-from Gradient_evaluation.models import (check_prompt_length, fingerprint, load_model, load_tokenizer,  # noqa: E402
-                                        model_label, resolve_device, resolve_dtype)
-from Gradient_evaluation.run_files import at_row, check_fingerprint, continue_table, output_folder  # noqa: E402
+from Gradient_evaluation.flags import add_shared_flags, law_of, law_record, tokenised  # noqa: E402
+from Gradient_evaluation.memory import Batch, limit_memory  # noqa: E402
+from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer, model_label, resolve_dtype,  # noqa: E402
+                                        warn_of_risks, weights_digest)
+from Gradient_evaluation.processes import Processes  # noqa: E402
+from Gradient_evaluation.progress import Progress  # noqa: E402
+from Gradient_evaluation.run_files import (check_fingerprint, continue_table, only_writer, output_folder,  # noqa: E402
+                                           part_of, remove_table, saved_on_interrupt, write_table)
 from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
-from Gradient_evaluation.tables import check_ground_truths, load_dataset_rows  # noqa: E402
-from Gradient_evaluation.utils import REWARDS, format_prompt  # noqa: E402
+from Gradient_evaluation.tables import Row, check_ground_truths, load_dataset_rows  # noqa: E402
+from Gradient_evaluation.utils import REWARDS  # noqa: E402
 
 
 def parse_args():
@@ -40,15 +46,45 @@ def parse_args():
     parser.add_argument("--n_oracle", type=integer(1), default=1000, help="continuations per prompt (%(default)s)")
     parser.add_argument("--batch_size", type=integer(1), default=128, help="continuations at a time (%(default)s)")
     parser.add_argument("--out_dir", default="outputs/oracle", help="folder of the table (%(default)s)")
-    parser.add_argument("--overwrite", action="store_true", help="start afresh instead of continuing")
     return parser.parse_args()
 
 
-def measure(model, tokenizer, prompt_ids, row, args) -> dict:
-    """Sample one prompt → its row of the table."""
+class Plan(NamedTuple):
+    """What there is to do, the same for every process."""
+
+    path: Path  # the table
+    record: dict  # identity of the run, stored with every row
+    rows: list[Row]  # the prompts of the table, in the order of the data set
+    finished: dict[int, dict]  # rows of the table that an earlier run has left, by prompt id
+    todo: list[tuple[Row, list[int]]]  # the others, with the token ids of their prompts
+    n_long: int  # prompts left out as too long
+
+
+def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
+    """Everything that can be checked and done before the model is loaded; ``held`` takes the lock on the table."""
+    rows = load_dataset_rows(args.dataset, args.split)
+    check_ground_truths(rows, args.reward)
+    warn_of_risks(args.model, args.trust_remote_code)
+    rows, prompts, n_long = tokenised(rows, args)
+    record = {**law_record(args), "n_oracle": args.n_oracle, "seed": args.seed, "dtype": str(dtype).split(".")[-1]}
+    path = output_folder(args.out_dir) / f"oracle_v_n{args.n_oracle}_{model_label(args.model)}.jsonl"
+    held.enter_context(only_writer(path))
+    if args.overwrite:
+        remove_table(path)
+    finished = continue_table(path, record, rows)
+    todo = [(row, prompt_ids) for row, prompt_ids in zip(rows, prompts) if row.prompt_id not in finished]
+    return Plan(path, record, rows, finished, todo, n_long)
+
+
+def measure(model, tokenizer, prompt_ids, row, args, batch: Batch) -> dict:
+    """Sample one prompt → its columns of the table."""
     u = uniforms(args.seed, "oracle", row.prompt_id, 0, args.n_oracle, args.max_new_tokens)
+
+    def sample(size: int):
+        return sample_continuations(model, tokenizer, prompt_ids, u, law_of(args), size)
+
     try:
-        drawn = sample_continuations(model, tokenizer, prompt_ids, u, law_of(args), args.batch_size)
+        drawn = batch.run(sample, row.where)
     except FloatingPointError as error:
         raise UserError(f"{row.where}: {error} on this prompt; check the checkpoint, or try --dtype float32") from None
     score = REWARDS[args.reward].score
@@ -58,41 +94,53 @@ def measure(model, tokenizer, prompt_ids, row, args) -> dict:
             "V_standard_error": None if error is None else float(error)}
 
 
-def summarise(table: list[dict], path: Path, seconds: float) -> str:
+def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> None:
+    """Measure what the plan leaves to do, this process its share of it; every row is on disk once it is done."""
+    tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
+    model = load_model(args.model, args.revision, processes.device, dtype, args.trust_remote_code)
+    print_of_weights = fingerprint(model)
+    processes.from_first(check_fingerprint, plan.finished.values(), print_of_weights, plan.path, "pass --overwrite")
+    limit_memory(args.max_memory, processes.device)
+    record = {**plan.record, "model_fingerprint": print_of_weights, "weights_digest": weights_digest(args.model)}
+    path = plan.path if processes.size == 1 else part_of(plan.path, processes.rank)
+    batch = Batch("--batch_size", args.batch_size, least=1)
+    with Progress(len(plan.rows), len(plan.finished), "V", args.quiet, processes) as progress:
+        for row, prompt_ids in processes.share(plan.todo):
+            measured = measure(model, tokenizer, prompt_ids, row, args, batch)
+            append_row(path, {**row.columns, **measured, **record})
+            progress.done(measured["V_oracle"], args.n_oracle)
+    processes.gather(None)
+
+
+def is_finished(plan: Plan, args) -> bool:
+    """Whether an earlier run has left every row, made with the weights that are there now."""
+    digest = weights_digest(args.model)
+    return not plan.todo and all(row.get("weights_digest") == digest for row in plan.finished.values())
+
+
+def summarise(table: list[dict], plan: Plan, seconds: float) -> str:
     """The last line of a run."""
     values = np.array([row["V_oracle"] for row in table])
-    return (f"{len(values)} prompts, mean V {values.mean():.3f}, V = 0 for {np.mean(values == 0):.0%}, "
-            f"V = 1 for {np.mean(values == 1):.0%}, {seconds:.0f} s -> {path}")
+    left_out = f", {plan.n_long} left out as too long" if plan.n_long else ""
+    return (f"{len(values)} prompts{left_out}, mean V {values.mean():.3f}, V = 0 for {np.mean(values == 0):.0%}, "
+            f"V = 1 for {np.mean(values == 1):.0%}, {seconds:.0f} s -> {plan.path}")
 
 
 def main() -> None:
     args = parse_args()
     started = time.monotonic()
-    device = resolve_device(args.device)
-    rows = load_dataset_rows(args.dataset, args.split)
-    check_ground_truths(rows, args.reward)
-    dtype = resolve_dtype(args.dtype, device)
-    record = {**law_record(args), "n_oracle": args.n_oracle, "seed": args.seed, "dtype": str(dtype).split(".")[-1]}
-    path = output_folder(args.out_dir) / f"oracle_v_n{args.n_oracle}_{model_label(args.model)}.jsonl"
-    if args.overwrite:
-        path.unlink(missing_ok=True)
-    finished = continue_table(path, record)
-    todo = [row for row in rows if row.prompt_id not in finished]
-
-    tokenizer = load_tokenizer(args.model, args.revision)
-    prompts = [at_row(row, format_prompt, tokenizer, row.prompt) for row in todo]
-    if todo:
-        model = load_model(args.model, args.revision, device, dtype)
-        for row, prompt_ids in zip(todo, prompts):
-            check_prompt_length(model, prompt_ids, args.max_new_tokens, row.where)
-        record["model_fingerprint"] = fingerprint(model)
-        check_fingerprint(finished.values(), record["model_fingerprint"], path, "pass --overwrite")
-    progress = tqdm(todo, unit="prompt", disable=args.quiet or not sys.stderr.isatty())
-    for row, prompt_ids in zip(progress, prompts):
-        measured = {**row.columns, **measure(model, tokenizer, prompt_ids, row, args), **record}
-        append_row(path, measured)
-        finished[row.prompt_id] = measured
-    print(summarise([finished[row.prompt_id] for row in rows], path, time.monotonic() - started))
+    with Processes(args.device) as processes, ExitStack() as held:
+        dtype = resolve_dtype(args.dtype, processes.device)
+        plan = processes.from_first(prepare, args, dtype, held)
+        finished = processes.from_first(is_finished, plan, args)
+        if not finished:
+            with saved_on_interrupt(plan.path, processes.is_first):
+                measure_all(plan, args, dtype, processes)
+        if processes.is_first:
+            table = continue_table(plan.path, plan.record, plan.rows)
+            write_table(plan.path, table, plan.rows)
+            print("finished before, nothing left to do: " * finished
+                  + summarise([table[row.prompt_id] for row in plan.rows], plan, time.monotonic() - started))
 
 
 if __name__ == "__main__":

@@ -27,14 +27,16 @@ class Parser(argparse.ArgumentParser):
 
 
 def run(main: Callable[[], None]) -> None:
-    """Call ``main``; a UserError becomes one line on stderr and exit code 2, Ctrl-C exit code 130."""
+    """Call ``main``; a UserError becomes one line on stderr and exit code 2, Ctrl-C one line and 130."""
     try:
         main()
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        message = interrupt.args[0] if interrupt.args else "interrupted; nothing was being measured yet"
+        if message:
+            print(message, file=sys.stderr)
         sys.exit(130)
 
 

@@ -1,14 +1,17 @@
-"""The flags both scripts share, and the record of the law that a table or a result was made under."""
+"""The flags both scripts share, the law they describe, and the prompts as the model will read them."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-from Gradient_evaluation.cli import integer, number
-from Gradient_evaluation.models import DTYPES, model_label
+from Gradient_evaluation.cli import UserError, integer, number
+from Gradient_evaluation.models import DTYPES, check_prompt_length, context_length, load_tokenizer, model_label
+from Gradient_evaluation.run_files import at_row
 from Gradient_evaluation.sampling import SamplingLaw
-from Gradient_evaluation.utils import REWARDS
+from Gradient_evaluation.tables import Row
+from Gradient_evaluation.utils import REWARDS, format_prompt
 
 
 def add_shared_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +29,13 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=integer(0), default=0, help="(%(default)s)")
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bf16 on CUDA, else fp32")
     parser.add_argument("--device", default="auto", help="auto: CUDA if there is one, else the CPU")
+    parser.add_argument("--max_memory", type=number(0, low_included=False), metavar="GIB",
+                        help="memory the run may take, of the GPU or (on Linux) of the machine; batches shrink to fit")
+    parser.add_argument("--skip_long", action="store_true",
+                        help="leave out prompts too long for the model's context, instead of refusing them")
+    parser.add_argument("--trust_remote_code", action="store_true",
+                        help="let a checkpoint run Python code of its own; only for sources you trust")
+    parser.add_argument("--overwrite", action="store_true", help="start afresh instead of continuing")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -44,3 +54,26 @@ def law_record(args: argparse.Namespace) -> dict:
     return {"model": model, "revision": args.revision, "temperature": args.temperature, "top_p": args.top_p,
             "top_k": args.top_k, "max_new_tokens": args.max_new_tokens, "stop": list(args.stop),
             "reward": args.reward}
+
+
+def tokenised(rows: Sequence[Row], args: argparse.Namespace) -> tuple[list[Row], list[list[int]], int]:
+    """(rows, token ids of their prompts, number left out): before the model is loaded, every prompt is checked.
+
+    Raises UserError naming the row of a prompt that the tokenizer refuses, or that does not fit the model's context;
+    the latter are left out and counted under --skip_long.
+    """
+    tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
+    context = context_length(args.model, args.revision, args.trust_remote_code)
+    kept, prompts = [], []
+    for row in rows:
+        prompt_ids = at_row(row, format_prompt, tokenizer, row.prompt)
+        if not args.skip_long:
+            at_row(row, check_prompt_length, context, prompt_ids, args.max_new_tokens)
+        elif context is not None and len(prompt_ids) + args.max_new_tokens > context:
+            continue
+        kept.append(row)
+        prompts.append(prompt_ids)
+    if not kept:
+        raise UserError(f"--skip_long: every one of the {len(rows)} prompts is too long for the model's context of "
+                        f"{context} with --max_new_tokens {args.max_new_tokens}; lower that, or shorten them")
+    return kept, prompts, len(rows) - len(kept)

@@ -54,10 +54,6 @@ class GramRecord:
         return [(gram, self.rewards[end - len(gram):end], self.lengths[end - len(gram):end])
                 for gram, end in zip(self.grams, ends)]
 
-    @property
-    def file_name(self) -> str:
-        return f"{self.prompt_id:016x}.npz"
-
     def save(self, folder: Path) -> None:
         """Write ``folder/<prompt id>.npz``, all or nothing."""
         about = {"prompt_id": self.prompt_id, "index": self.index, "prompt": self.prompt,
@@ -69,7 +65,12 @@ class GramRecord:
                  lengths=self.lengths, log_probs=self.log_probs,
                  block_sizes=np.array([len(gram) for gram in self.grams]),
                  grams=np.concatenate([gram.ravel() for gram in self.grams]))
-        write_bytes_atomic(folder / self.file_name, buffer.getvalue())
+        write_bytes_atomic(path_of(folder, self.prompt_id), buffer.getvalue())
+
+
+def path_of(folder: Path, prompt_id: int) -> Path:
+    """The file of one prompt's record."""
+    return folder / f"{prompt_id:016x}.npz"
 
 
 def load(path: Path) -> GramRecord:

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.memory import is_out_of_memory
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
           "float16": torch.float16, "fp16": torch.float16, "float64": torch.float64}
 
 
-def resolve_device(name: str) -> torch.device:
-    """``auto`` is CUDA where there is one, else the CPU; any other name as torch reads it."""
+def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
+    """``auto`` is CUDA where there is one, else the CPU; any other name as torch reads it.
+
+    local_rank: which of several processes on this machine this is; each gets the GPU of that number.
+    """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and local_rank is not None:
+        name = f"cuda:{local_rank}"
+    elif name.startswith("cuda:") and local_rank is not None:
+        raise UserError(f"--device {name}: every process takes a GPU of its own; use --device auto under torchrun")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -28,7 +38,8 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {name}: torch sees no CUDA device here; use --device cpu or auto")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {name}: there are only {torch.cuda.device_count()} CUDA devices")
+        raise UserError(f"--device {name}: there are only {torch.cuda.device_count()} CUDA devices here"
+                        + (", one per process; lower --nproc-per-node" if local_rank is not None else ""))
     return device
 
 
@@ -44,35 +55,80 @@ def model_label(model: str) -> str:
     return Path(model).resolve().name or "model"
 
 
-def load_tokenizer(model: str, revision: str | None):
+def load_tokenizer(model: str, revision: str | None, trust_remote_code: bool = False):
     """The tokenizer of a local folder or hub id; raises UserError in one line when there is none."""
     _refuse_missing_folder(model)
-    source, adapter = model, Path(model) / "adapter_config.json"
-    if adapter.is_file() and not list(Path(model).glob("tokenizer*")):  # an adapter's tokenizer is its base model's
-        source, revision = json.loads(adapter.read_text())["base_model_name_or_path"], None
+    source = model
+    if _is_adapter(model) and not list(Path(model).glob("tokenizer*")):  # its tokenizer is its base model's
+        source, revision = _base_of(model), None
     try:
-        return AutoTokenizer.from_pretrained(source, revision=revision)
+        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"--model {model}: cannot load its tokenizer ({_first_line(error)})") from None
+        raise UserError(f"--model {model}: cannot load its tokenizer ({_reason(error)})") from None
 
 
-def load_model(model: str, revision: str | None, device: torch.device, dtype: torch.dtype):
+def context_length(model: str, revision: str | None, trust_remote_code: bool = False) -> int | None:
+    """Positions the model has, from its config alone; None where it names no limit. UserError if it has no config."""
+    _refuse_missing_folder(model)
+    source, revision = (_base_of(model), None) if _is_adapter(model) else (model, revision)
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--model {model}: cannot read its config ({_reason(error)})") from None
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def load_model(model: str, revision: str | None, device: torch.device, dtype: torch.dtype,
+               trust_remote_code: bool = False):
     """The causal language model in eval mode on its device; raises UserError in one line when it cannot load.
 
     A folder with a PEFT adapter gives its base model with the adapter in place and only the adapter requiring grad.
+    Pickled weights are never read where there are safetensors, and never with code in them; a model that has nothing
+    else is loaded with a warning. trust_remote_code: let the checkpoint bring Python code of its own, which will run.
     """
     _refuse_missing_folder(model)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
+    settings = {"revision": revision, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    if Path(model).is_dir() and not _is_adapter(model):
+        settings["use_safetensors"] = _has_safetensors(Path(model))
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model {model}: cannot load it ({_first_line(error)})") from None
+        loaded = AutoModelForCausalLM.from_pretrained(model, weights_only=True, **settings)
+    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise UserError(f"--model {model}: does not fit into memory; take a larger device, a smaller model, or "
+                            "--dtype bfloat16") from None
+        raise UserError(f"--model {model}: cannot load it ({_reason(error)})") from None
     if getattr(loaded.config, "is_encoder_decoder", False):
         raise UserError(f"--model {model}: an encoder-decoder; give a causal language model")
     if getattr(loaded, "_hf_peft_config_loaded", False):
         _train_adapters_only(loaded)
     return loaded.to(device).eval()
+
+
+def warn_of_risks(model: str, trust_remote_code: bool) -> None:
+    """One line on stderr for each way in which loading ``model`` may run code that came with it."""
+    if trust_remote_code:
+        print(f"warning: --trust_remote_code: Python code that comes with {model} will run here", file=sys.stderr)
+    if Path(model).is_dir() and not _is_adapter(model) and not _has_safetensors(Path(model)) \
+            and list(Path(model).glob("pytorch_model*.bin")):
+        print(f"warning: {model}: has pickled weights only (.bin), no safetensors; loading tensors from them, code in "
+              "them is refused", file=sys.stderr)
+
+
+def _has_safetensors(folder: Path) -> bool:
+    return next(folder.glob("model*.safetensors*"), None) is not None
+
+
+def _is_adapter(model: str) -> bool:
+    return (Path(model) / "adapter_config.json").is_file()
+
+
+def _base_of(adapter: str) -> str:
+    try:
+        return json.loads((Path(adapter) / "adapter_config.json").read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"--model {adapter}: its adapter_config.json names no base_model_name_or_path") from None
 
 
 def _train_adapters_only(model) -> None:
@@ -103,12 +159,29 @@ def fingerprint(model) -> str:
     return digest.hexdigest()[:16]
 
 
-def check_prompt_length(model, prompt_ids: list[int], max_new_tokens: int, where: str) -> None:
+def weights_digest(model: str) -> str:
+    """A short hash of a local folder's weight files, from their names, sizes and samples of their bytes; "" for a hub
+    id. Takes no more than a moment: it tells whether the weights are still those of a finished run.
+    """
+    digest = hashlib.sha256()
+    files = [path for path in Path(model).glob("*") if path.suffix in (".safetensors", ".bin")]
+    if not files:
+        return ""
+    for path in sorted(files):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with open(path, "rb") as file:
+            for place in range(64):
+                file.seek(place * size // 64)
+                digest.update(file.read(1024))
+    return digest.hexdigest()[:16]
+
+
+def check_prompt_length(context: int | None, prompt_ids: list[int], max_new_tokens: int) -> None:
     """Raise UserError when prompt and continuation do not fit the model's context."""
-    context = getattr(model.config, "max_position_embeddings", None)
     if context is not None and len(prompt_ids) + max_new_tokens > context:
-        raise UserError(f"{where}: the prompt has {len(prompt_ids)} tokens and --max_new_tokens is {max_new_tokens}, "
-                        f"more than the model's context of {context}; shorten it or lower --max_new_tokens")
+        raise UserError(f"the prompt has {len(prompt_ids)} tokens and --max_new_tokens is {max_new_tokens}, more than "
+                        f"the model's context of {context}; shorten it, lower --max_new_tokens, or pass --skip_long")
 
 
 def _refuse_missing_folder(model: str) -> None:
@@ -118,5 +191,7 @@ def _refuse_missing_folder(model: str) -> None:
         raise UserError(f"--model {model}: there is no such folder")
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    if "trust_remote_code" in str(error):
+        return "it brings Python code of its own; if you trust its source, pass --trust_remote_code"
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -6,15 +6,24 @@ or device. Rows and Gram files of another identity are never mixed in: the diffe
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import json
 import os
-from collections.abc import Callable, Iterable
+import platform
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from Gradient_evaluation.cli import UserError
-from Gradient_evaluation.durable_files import read_finished_rows, truncate_file, write_json
+from Gradient_evaluation.durable_files import (one_line_errors, read_finished_rows, to_json_line, truncate_file,
+                                               write_bytes_atomic, write_json)
 from Gradient_evaluation.tables import Row, prompt_id
+
+
+IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
 
 
 def output_folder(path: str | Path) -> Path:
@@ -29,6 +38,46 @@ def output_folder(path: str | Path) -> Path:
     return folder
 
 
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Be the only process that writes ``path`` (a file or a folder), or raise UserError naming the other one.
+
+    The lock is the kernel's, on ``.NAME.lock`` beside the path, so a killed process leaves none behind.
+    """
+    place = path.with_name(f".{path.name}.lock")
+    with one_line_errors(place, "write"):
+        lock = _locked(place)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            place.unlink()
+        os.close(lock)
+
+
+def _locked(place: Path) -> int:
+    while True:
+        lock = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 200).decode(errors="replace") or "another process"
+            os.close(lock)
+            raise UserError(f"{place.parent / place.name[1:-len('.lock')]}: {holder} is writing it; wait for it, or choose "
+                            "another output folder") from None
+        except OSError as error:  # some network file systems know no locks
+            print(f"warning: {place}: cannot lock it ({error.strerror}); see that no other run writes there",
+                  file=sys.stderr)
+        try:
+            if os.path.samestat(os.stat(place), os.fstat(lock)):
+                os.truncate(lock, 0)
+                os.pwrite(lock, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+                return lock
+        except FileNotFoundError:
+            pass
+        os.close(lock)  # its last holder removed it between our two looks
+
+
 def at_row(row: Row, function: Callable, *args) -> Any:
     """``function(*args)``, its UserError preceded by where the row stands."""
     try:
@@ -37,21 +86,66 @@ def at_row(row: Row, function: Callable, *args) -> Any:
         raise UserError(f"{row.where}: {error}") from None
 
 
-def continue_table(path: Path, identity: dict) -> dict[int, dict]:
-    """{prompt id: row} of the table a stopped run has left; a torn last line is cut off and sampled again.
+@contextlib.contextmanager
+def saved_on_interrupt(path: Path, first: bool) -> Iterator[None]:
+    """Give Ctrl-C inside the block its message: what is saved, and how to continue."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        saved = f"interrupted; every prompt that was done is saved in {path}, and the same command goes on from there"
+        raise KeyboardInterrupt(saved if first else "") from None
 
-    Raises UserError when the rows were made with another identity.
+
+def part_of(table: Path, rank: int) -> Path:
+    """Where process ``rank`` of several appends its rows until the first one puts them into the table."""
+    return table.with_name(f".{table.name}.rank{rank}")
+
+
+def remove_table(table: Path) -> None:
+    """Remove a table and what processes of a stopped run have left of it."""
+    for path in (table, *_parts(table)):
+        path.unlink(missing_ok=True)
+
+
+def _parts(table: Path) -> list[Path]:
+    return sorted(table.parent.glob(f".{glob.escape(table.name)}.rank*"))
+
+
+def continue_table(table: Path, identity: dict, rows: Sequence[Row]) -> dict[int, dict]:
+    """{prompt id: row} of what stopped runs have left; a torn last line is cut off and sampled again.
+
+    Parts of several processes are moved into the table. Raises UserError for rows made with another identity, or of
+    prompts that are not among ``rows``.
     """
-    rows, size = read_finished_rows(path) if path.exists() else ([], 0)
-    for number, row in enumerate(rows, 1):
-        missing = [name for name in ("prompt", "ground_truth", "V_oracle", *identity) if name not in row]
-        if missing:
-            raise UserError(f"{path}, line {number}: not a row of this script (no {missing[0]}); pass --overwrite to "
-                            "start afresh, or another --out_dir")
-        refuse_difference(f"{path}, line {number}", row, identity)
-    if rows or path.exists():
+    wanted = {row.prompt_id for row in rows}
+    finished: dict[int, dict] = {}
+    for path in (table, *_parts(table)):
+        found, size = read_finished_rows(path)
+        for number, row in enumerate(found, 1):
+            where = f"{path}, line {number}"
+            missing = [name for name in ("prompt", "ground_truth", "V_oracle", *identity) if name not in row]
+            if missing:
+                raise UserError(f"{where}: not a row of this script (no {missing[0]}); pass --overwrite to start afresh, "
+                                "or another --out_dir")
+            refuse_difference(where, row, identity)
+            key = prompt_id(row["prompt"], row["ground_truth"])
+            if key not in wanted:
+                raise UserError(f"{where}: a prompt that is not in --dataset; give the data set this table was made "
+                                "from, pass --overwrite to start afresh, or another --out_dir")
+            finished[key] = row
         truncate_file(path, size)
-    return {prompt_id(row["prompt"], row["ground_truth"]): row for row in rows}
+    if _parts(table):
+        write_table(table, finished, rows)
+    return finished
+
+
+def write_table(table: Path, finished: dict[int, dict], rows: Sequence[Row]) -> None:
+    """The finished rows in the order of the data set, whole or not at all; then the parts they came from go."""
+    ordered = b"".join(to_json_line(finished[row.prompt_id]) for row in rows if row.prompt_id in finished)
+    if not table.exists() or table.read_bytes() != ordered:
+        write_bytes_atomic(table, ordered)
+    for part in _parts(table):
+        part.unlink()
 
 
 def refuse_difference(where: str, found: dict, identity: dict) -> None:
@@ -70,17 +164,25 @@ def check_fingerprint(rows: Iterable[dict], fingerprint: str, path: str | Path, 
             raise UserError(f"{path}: made with other weights (fingerprint {found}, this model has {fingerprint}); {fix}")
 
 
-def check_identity(path: Path, identity: dict, overwrite: bool) -> None:
-    """Write a run's identity beside its Gram files, or compare with the one there.
+def check_identity(path: Path, identity: dict, record: dict, overwrite: bool) -> None:
+    """Write a run's ``record`` beside its Gram files, or compare the one there with ``identity``, a part of it.
 
-    A different one is a UserError. With ``overwrite``, or without an identity, Gram files in the folder go first.
+    A different one is a UserError, and so are Gram files without an identity. With ``overwrite`` they go first.
     """
     if path.exists() and not overwrite:
-        refuse_difference(str(path), read_identity(path), identity)
+        found = read_identity(path)
+        refuse_difference(str(path), found, identity)
+        if found != record:
+            write_json(path, record)
         return
-    for old in path.parent.glob("*.npz"):
+    grams = list(path.parent.glob("*.npz"))
+    if grams and not overwrite:
+        raise UserError(f"{path.parent}: holds .npz files but no {path.name} that says what made them; pass --overwrite "
+                        "to remove them, or choose another --save_json")
+    for old in grams:
         old.unlink()
-    write_json(path, identity)
+    (path.parent / CHECKS).unlink(missing_ok=True)
+    write_json(path, record)
 
 
 def read_identity(path: Path) -> dict:
@@ -92,3 +194,12 @@ def read_identity(path: Path) -> dict:
     if not isinstance(identity, dict) or "model" not in identity:
         raise UserError(f"{path}: not the identity of a run_tracecov.py run")
     return identity
+
+
+def read_checks(grams: Path) -> dict:
+    """What the run that made a folder of Gram files checked; {} where it left no word of it."""
+    try:
+        checks = json.loads((grams / CHECKS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return checks if isinstance(checks, dict) else {}

@@ -18,28 +18,35 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation import estimators, gram_store, group_size_report  # noqa: E402
 from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, run  # noqa: E402
-from Gradient_evaluation.estimator_table import DEFAULT, ESTIMATORS, group_rules  # noqa: E402
-from Gradient_evaluation.flags import add_shared_flags, law_of, law_record  # noqa: E402
-from Gradient_evaluation.layer_traces import layer_moments  # noqa: E402
-from Gradient_evaluation.models import (check_prompt_length, fingerprint, load_model, load_tokenizer,  # noqa: E402
-                                        model_label, resolve_device, resolve_dtype)
-from Gradient_evaluation.run_files import (at_row, check_fingerprint, check_identity, output_folder,  # noqa: E402
-                                           read_identity)
-from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
+from Gradient_evaluation.durable_files import write_json  # noqa: E402
+from Gradient_evaluation.estimator_table import DEFAULT, ESTIMATORS  # noqa: E402
+from Gradient_evaluation.flags import add_shared_flags, law_of, law_record, tokenised  # noqa: E402
+from Gradient_evaluation.memory import limit_memory  # noqa: E402
+from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer, model_label, resolve_dtype,  # noqa: E402
+                                        warn_of_risks, weights_digest)
+from Gradient_evaluation.processes import Processes  # noqa: E402
+from Gradient_evaluation.progress import Progress  # noqa: E402
+from Gradient_evaluation.prompt_measurement import Measurement, block_sizes, planned_block_size  # noqa: E402
+from Gradient_evaluation.run_files import (CHECKS, IDENTITY, check_fingerprint, check_identity,  # noqa: E402
+                                           only_writer, output_folder, read_checks, read_identity, refuse_difference,
+                                           saved_on_interrupt)
 from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
-from Gradient_evaluation.sketch_weights import sketch_weights, sketched_names  # noqa: E402
-from Gradient_evaluation.tables import check_ground_truths, check_law, load_oracle_table  # noqa: E402
-from Gradient_evaluation.tracecov_results import report, versions, write_results  # noqa: E402
-from Gradient_evaluation.utils import REWARDS, format_prompt  # noqa: E402
+from Gradient_evaluation.sketch_weights import sketched_names  # noqa: E402
+from Gradient_evaluation.tables import Row, check_ground_truths, check_law, load_oracle_table  # noqa: E402
+from Gradient_evaluation.tracecov_results import (finished_results, report, results_path, versions,  # noqa: E402
+                                                  write_results)
 from plots.plot_tracecov import plot_tracecov  # noqa: E402
 from plots.style import save_figure  # noqa: E402
 
@@ -59,6 +66,8 @@ def parse_args():
     parser.add_argument("--gram_memory", type=integer(1), default=64, help="MiB of a temporary in a Gram (%(default)s)")
     parser.add_argument("--estimators", nargs="+", default=[], metavar="NAME",
                         help=f"more estimators to compare: {', '.join(ESTIMATORS)}; all for every one")
+    parser.add_argument("--gradient_checkpointing", action="store_true",
+                        help="keep fewer activations and compute them again in the backward pass: less memory, more time")
     parser.add_argument("--scoring", choices=["exact", "published"], default="exact",
                         help="published: the paper's released log-probs, for comparison (%(default)s)")
     parser.add_argument("--params", metavar="REGEX", help="measure only parameters whose name this finds")
@@ -72,7 +81,6 @@ def parse_args():
     parser.add_argument("--save_json", default="outputs/tracecov", help="folder of results and Grams (%(default)s)")
     parser.add_argument("--plot_path", help="folder of the figure (that of --save_json)")
     parser.add_argument("--skip_plot", action="store_true", help="no figure")
-    parser.add_argument("--overwrite", action="store_true", help="start afresh instead of continuing")
     args = parser.parse_args()
     args.K_list = group_sizes(args.K_list)
     args.plot_path = args.plot_path or args.save_json
@@ -92,136 +100,165 @@ def parse_args():
     return args
 
 
-def block_sizes(continuations: int, largest: int) -> list[int]:
-    """Cut ``continuations`` into as few even blocks of at most ``largest`` as give each at least 4.
+class Plan(NamedTuple):
+    """What there is to do, the same for every process."""
 
-    (Where both cannot be had, 6 in blocks of 4 say, a block is larger.)
-    """
-    count = -(-continuations // largest)
-    if continuations < 4 * count:
-        count = continuations // 4  # an estimate of ||theta||^2 needs four continuations in a block
-    if count == 0:
-        raise UserError(f"--M times the largest of --K_list gives {continuations} continuations; at least 4 are needed")
-    return [len(part) for part in np.array_split(np.arange(continuations), count)]
+    grams: Path  # folder of the Gram files
+    identity: dict  # of the run, without the weights' fingerprint
+    chosen: list[tuple[int, Row, list[int]]]  # place in the table, row, token ids of the prompt
+    todo: list[tuple[int, Row, list[int]]]  # those of them without a Gram file
+    n_long: int  # prompts left out as too long
 
 
-def choose_rows(args) -> list:
-    """The T prompts of the oracle table, each with its place in the table, after every check that needs no model."""
+def choose_rows(args) -> tuple[list[tuple[int, Row, list[int]]], int]:
+    """The T prompts of the oracle table, after every check that needs no model, and how many were too long."""
     rows = load_oracle_table(args.oracle_table)
     check_ground_truths(rows, args.reward)
     check_law(rows, law_record(args), args.oracle_table, args.allow_mismatch)
-    places = range(len(rows))
+    warn_of_risks(args.model, args.trust_remote_code)
+    place, n_long = {row.prompt_id: i for i, row in enumerate(rows)}, 0
+    if args.skip_long:
+        rows, _, n_long = tokenised(rows, args)
     if args.T < len(rows) and args.subsample_prompts:
-        places = sorted(np.random.default_rng(args.seed).choice(len(rows), args.T, replace=False).tolist())
-    return [(place, rows[place]) for place in places][:args.T]
+        rows = [rows[i] for i in sorted(np.random.default_rng(args.seed).choice(len(rows), args.T, replace=False))]
+    rows, prompts, _ = tokenised(rows[:args.T], args)
+    return [(place[row.prompt_id], row, prompt_ids) for row, prompt_ids in zip(rows, prompts)], n_long
 
 
-def greedy_reward(model, tokenizer, prompt_ids, row, args) -> float | None:
-    """Reward of the greedy continuation, when the estimator that needs it is asked for."""
-    if "greedy" not in args.estimators:
-        return None
-    law = replace(law_of(args), temperature=1.0, top_k=1, top_p=1.0)
-    greedy = sample_continuations(model, tokenizer, prompt_ids, np.zeros((1, args.max_new_tokens)), law, 1)[0]
-    return REWARDS[args.reward].score(greedy.text, row.ground_truth)
-
-
-def measure(model, tokenizer, gram, prompt_ids, place, row, sizes, args) -> gram_store.GramRecord:
-    """Sample one prompt, reward its continuations and build its Grams."""
-    u = uniforms(args.seed, "tracecov", row.prompt_id, 0, sum(sizes), args.max_new_tokens)
-    drawn = sample_continuations(model, tokenizer, prompt_ids, u, law_of(args), args.gen_bs)
-    score = REWARDS[args.reward].score
-    ends = np.cumsum(sizes).tolist()
-    rewards = np.array([score(continuation.text, row.ground_truth) for continuation in drawn])
-    lengths = np.array([len(continuation.tokens) for continuation in drawn])
-    names = sketched_names(args.estimators) if args.sketch_dim else None
-    blocks, moments, sketches = [], [], []
-    for size, end in zip(sizes, ends):
-        part = slice(end - size, end)
-        weights = sketch_weights(names, rewards[part], lengths[part], args.K_list[-1]) if names else None
-        block = gram.block(prompt_ids, drawn[part], args.by_layer, weights)
-        if names:
-            sketches.append(block.sketch)
-        if args.by_layer:
-            moments.append(layer_moments(block.by_module, rewards[part]))
-        blocks.append(replace(block, by_module=None, sketch=None))
-    return gram_store.GramRecord(
-        prompt_id=row.prompt_id, index=place, prompt=row.prompt, ground_truth=row.ground_truth,
-        oracle_value=row.oracle_value, n_oracle=row.oracle_samples,
-        rewards=rewards, lengths=lengths,
-        log_probs=np.concatenate([block.log_probs for block in blocks]), grams=[block.gram for block in blocks],
-        modules=gram.modules if moments else None, module_moments=np.mean(moments, axis=0) if moments else None,
-        sketch=np.mean(sketches, axis=0) if sketches else None, sketch_names=names,
-        sketch_layout=np.array(gram.sketch.layout, dtype=np.int64) if names else None,
-        greedy_reward=greedy_reward(model, tokenizer, prompt_ids, row, args))
-
-
-def measure_all(args, chosen: list, sizes: list[int], grams: Path, device) -> dict:
-    """Measure every chosen prompt that has no Gram file yet → the checks of the run."""
-    dtype = resolve_dtype(args.dtype, device)
+def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
+    """Everything that can be checked and done before the model is loaded; ``held`` takes the lock on the output."""
+    sketched = sketched_names(args.estimators) if args.sketch_dim else []
+    sizes = block_sizes(args.M * args.K_list[-1], planned_block_size(args))
     identity = {**law_record(args), "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
                 "params": args.params, "by_layer": args.by_layer, "sketch_dim": args.sketch_dim,
-                "greedy": "greedy" in args.estimators,
-                "sketched": sketched_names(args.estimators) if args.sketch_dim else [], "dtype": str(dtype).split(".")[-1]}
-    tokenizer = load_tokenizer(args.model, args.revision)
-    prompts = [at_row(row, format_prompt, tokenizer, row.prompt) for _, row in chosen]
-    model = load_model(args.model, args.revision, device, dtype)
-    for (_, row), prompt_ids in zip(chosen, prompts):
-        check_prompt_length(model, prompt_ids, args.max_new_tokens, row.where)
-    identity["model_fingerprint"] = fingerprint(model)
-    if not args.allow_mismatch:
-        check_fingerprint((row.columns for _, row in chosen), identity["model_fingerprint"],
-                                 args.oracle_table, "make the table again, or pass --allow_mismatch")
-    check_identity(grams / "run.json", identity, args.overwrite)
+                "greedy": "greedy" in args.estimators, "sketched": sketched,
+                "sketched_at": args.K_list[-1] if len(sketched) > 1 else None, "dtype": str(dtype).split(".")[-1]}
+    chosen, n_long = choose_rows(args)
+    grams = output_folder(args.save_json) / "grams"
+    held.enter_context(only_writer(grams))
+    output_folder(grams)
+    if not args.skip_plot:
+        output_folder(args.plot_path)
+    todo = [(place, row, prompt) for place, row, prompt in chosen if not gram_store.path_of(grams, row.prompt_id).exists()]
+    if args.overwrite:
+        todo = chosen
+    elif (grams / IDENTITY).exists():
+        refuse_difference(str(grams / IDENTITY), read_identity(grams / IDENTITY), identity)
+    return Plan(grams, identity, chosen, todo, n_long)
 
+
+def is_measured(plan: Plan, args) -> bool:
+    """Whether an earlier run has left every Gram and its checks, made with the weights that are there now."""
+    if plan.todo or not (plan.grams / CHECKS).exists():
+        return False
+    return read_identity(plan.grams / IDENTITY).get("weights_digest") == weights_digest(args.model)
+
+
+def begin(plan: Plan, args, model_fingerprint: str) -> None:
+    """The checks that need the model's weights, by the first process, before anything is measured."""
+    if not args.allow_mismatch:
+        check_fingerprint((row.columns for _, row, _ in plan.chosen), model_fingerprint, args.oracle_table,
+                          "make the table again, or pass --allow_mismatch")
+    about_weights = {"model_fingerprint": model_fingerprint, "weights_digest": weights_digest(args.model)}
+    check_identity(plan.grams / IDENTITY, {**plan.identity, "model_fingerprint": model_fingerprint},
+                   {**plan.identity, **about_weights}, args.overwrite)
+
+
+def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> int:
+    """Measure what the plan leaves to do, this process its share of it → the smallest generation batch used."""
+    tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
+    model = load_model(args.model, args.revision, processes.device, dtype, args.trust_remote_code)
+    processes.from_first(begin, plan, args, fingerprint(model))
     gram = ScoreGram(model, law_of(args), args.scoring, args.gram_memory * 2**20, args.params, args.sketch_dim)
-    audit = None
-    progress = tqdm(list(zip(chosen, prompts)), unit="prompt", disable=args.quiet or not sys.stderr.isatty())
-    for (place, row), prompt_ids in progress:
-        try:
-            if audit is None:
-                u = uniforms(args.seed, "audit", row.prompt_id, 0, min(sizes[0], 16), args.max_new_tokens)
-                audit = gram.audit(prompt_ids, sample_continuations(model, tokenizer, prompt_ids, u, law_of(args),
-                                                                    args.gen_bs))
-            if not (grams / f"{row.prompt_id:016x}.npz").exists():
-                measure(model, tokenizer, gram, prompt_ids, place, row, sizes, args).save(grams)
-        except FloatingPointError as error:
-            raise UserError(f"{row.where}: {error} on this prompt; check the checkpoint, or try --dtype float32") \
-                from None
-    return {"self_audit": audit}
+    limit_memory(args.max_memory, processes.device)
+    measurement = Measurement(model, tokenizer, gram, args)
+    done = len(plan.chosen) - len(plan.todo)
+    with Progress(len(plan.chosen), done, "reward", args.quiet, processes) as progress:
+        if processes.is_first:
+            _, row, prompt_ids = plan.chosen[0]
+            audit = finite_at(row, measurement.audit, row, prompt_ids)
+            write_json(plan.grams / CHECKS, {"self_audit": audit})
+        for place, row, prompt_ids in processes.share(plan.todo):
+            record = finite_at(row, measurement.measure, row, prompt_ids, place)
+            record.save(plan.grams)
+            progress.done(float(record.rewards.mean()), len(record.rewards))
+    return min(processes.gather(measurement.generation.size))
+
+
+def finite_at(row: Row, function: Callable, *args):
+    """``function(*args)``; a value that is not finite is a UserError that names the row."""
+    try:
+        return function(*args)
+    except FloatingPointError as error:
+        raise UserError(f"{row.where}: {error} on this prompt; check the checkpoint, or try --dtype float32") from None
+
+
+def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
+    """The Gram records of the chosen prompts, with the oracle values their table has now."""
+    for place, row, _ in plan.chosen:
+        record = gram_store.load(gram_store.path_of(plan.grams, row.prompt_id))
+        current = replace(record, index=place, oracle_value=row.oracle_value, n_oracle=row.oracle_samples)
+        if (current.index, current.oracle_value, current.n_oracle) != (record.index, record.oracle_value, record.n_oracle):
+            current.save(plan.grams)
+        yield current
+
+
+def recompute(args) -> None:
+    """--from_grams: results for any group sizes, without a model."""
+    started, grams, folder = time.monotonic(), Path(args.from_grams), output_folder(args.save_json)
+    identity = read_identity(grams / IDENTITY)
+    if not args.skip_plot:
+        output_folder(args.plot_path)
+    with only_writer(folder / "grams"):
+        # What made the Grams goes into the config, not this call's defaults.
+        config = {name: identity.get(name, value) for name, value in vars(args).items()}
+        finish(args, gram_store.load_all(grams), config, identity, read_checks(grams), None, started)
+
+
+def finish(args, records: Iterable, config: dict, identity: dict, checks: dict, gen_bs: int | None, started: float) -> None:
+    """Results, report and figure from the Gram records."""
+    about = {"config": config, "law": identity, "checks": checks, "versions": versions(),
+             "seconds": round(time.monotonic() - started, 1)}
+    label = model_label(identity["model"])
+    results = write_results(args, records, about, label, gen_bs)
+    present(args, results, label)
+
+
+def present(args, results: dict, label: str) -> None:
+    """What a run ends with: the table, the names of its files, and the group size."""
+    print(report(results))
+    print(f"results: {results_path(args.save_json, label)}")
+    if not args.skip_plot:
+        figure, _ = plot_tracecov(results, label=label)
+        print(f"figure:  {save_figure(figure, Path(args.plot_path) / f'tracecov_{label}.png')}")
+    print(f"\n{group_size_report.report(results['group_size_law'], args.budget)}")
 
 
 def main() -> None:
     args = parse_args()
-    started = time.monotonic()
     if args.from_grams:
-        grams, folder = Path(args.from_grams), output_folder(args.save_json)
-        identity = read_identity(grams / "run.json")
-        label, checks, records = model_label(identity["model"]), {}, gram_store.load_all(grams)
-    else:
-        device = resolve_device(args.device)
-        # Estimators whose weights depend on the whole group need two disjoint groups in a block.
-        usual = args.K_list[-1] * (2 if group_rules(args.estimators) else 1)
-        sizes = block_sizes(args.M * args.K_list[-1], args.block_size or usual)
-        chosen = choose_rows(args)
-        folder = output_folder(args.save_json)
-        grams = output_folder(folder / "grams")
-    plots = None if args.skip_plot else output_folder(args.plot_path)
-    if not args.from_grams:
-        checks = measure_all(args, chosen, sizes, grams, device)
-        identity, label = read_identity(grams / "run.json"), model_label(args.model)
-        records = (gram_store.load(grams / f"{row.prompt_id:016x}.npz") for _, row in chosen)
-    config = vars(args)
-    if args.from_grams:  # what made the Grams, not this call's defaults
-        config |= {name: value for name, value in identity.items() if name in config}
-    about = {"config": config, "law": identity, "checks": checks, "versions": versions(),
-             "seconds": round(time.monotonic() - started, 1)}
-    results = write_results(args, records, about, label)
-    print(report(results))
-    print(f"results: {folder / f'tracecov_{label}.json'}")
-    if plots is not None:
-        figure, _ = plot_tracecov(results, label=label)
-        print(f"figure:  {save_figure(figure, plots / f'tracecov_{label}.png')}")
-    print(f"\n{group_size_report.report(results['group_size_law'], args.budget)}")
+        recompute(args)
+        return
+    started, gen_bs = time.monotonic(), args.gen_bs
+    with Processes(args.device) as processes, ExitStack() as held:
+        dtype = resolve_dtype(args.dtype, processes.device)
+        plan = processes.from_first(prepare, args, dtype, held)
+        with saved_on_interrupt(plan.grams, processes.is_first):
+            measured = processes.from_first(is_measured, plan, args)
+            if not measured:
+                gen_bs = measure_all(plan, args, dtype, processes)
+            if not processes.is_first:
+                return
+            if plan.n_long:
+                print(f"left out {plan.n_long} prompts that are too long for the model's context")
+            label, rows = model_label(args.model), [row for _, row, _ in plan.chosen]
+            results = finished_results(args, label, rows) if measured else None
+            if results is not None:
+                print(f"finished before, nothing left to do; --overwrite starts afresh\n{report(results)}")
+                print(f"results: {results_path(args.save_json, label)}")
+                return
+            finish(args, records_of(plan), vars(args), read_identity(plan.grams / IDENTITY), read_checks(plan.grams),
+                   gen_bs, started)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +18,7 @@ from Gradient_evaluation.estimator_table import DEFAULT
 from Gradient_evaluation.group_size_law import group_size_law
 from Gradient_evaluation.layer_traces import by_layer
 from Gradient_evaluation.prompt_pairs import SketchPart, prompt_averaged_cosines
+from Gradient_evaluation.tables import Row
 
 
 @dataclass
@@ -23,6 +26,7 @@ class Notes:
     """What is kept of each Gram record while the records stream past: its table row, layers and sketches."""
 
     table: list[dict] = field(default_factory=list)
+    block_sizes: Counter[int] = field(default_factory=Counter)
     layers: list[tuple] = field(default_factory=list)
     sketches: list[np.ndarray | None] = field(default_factory=list)
     sketch_names: list[str] | None = None
@@ -34,6 +38,7 @@ class Notes:
             self.table.append({"prompt": record.prompt, "ground_truth": record.ground_truth,
                                "V_oracle": record.oracle_value, "n_oracle": record.n_oracle,
                                "mean_reward": float(record.rewards.mean())})
+            self.block_sizes.update(len(gram) for gram in record.grams)
             if record.modules is not None:
                 self.layers.append((record.modules, record.module_moments))
             self.sketches.append(record.sketch)
@@ -41,28 +46,70 @@ class Notes:
             yield record
 
 
-def write_results(args, records: Iterable, about: dict, label: str) -> dict:
-    """Compute everything from the Gram records and write the JSON files → the results."""
+def results_path(folder: str | Path, label: str) -> Path:
+    """The results of a model in a folder of results."""
+    return Path(folder) / f"tracecov_{label}.json"
+
+
+def detailed_path(folder: str | Path, label: str, K: int) -> Path:
+    """The traces of every prompt at one K."""
+    return Path(folder) / f"tracecov_{label}_K{K}_detailed.json"
+
+
+def write_results(args, records: Iterable, about: dict, label: str, gen_bs: int | None) -> dict:
+    """Compute everything from the Gram records and write the JSON files → the results.
+
+    gen_bs: the smallest number of continuations that were sampled at a time, None where that is not known.
+    """
     notes, folder = Notes(), Path(args.save_json)
     prompts = estimators.reduce_prompts(notes.passing(records), args.K_list, args.estimators)
     summary = estimators.summarise(prompts, args.K_list, seed=args.seed, names=args.estimators)
-    summary["group_size_law"] = law_of(prompts, notes, about["law"].get("sketch_dim"), args.seed)
+    summary["group_size_law"] = law_of(prompts, notes, about["law"], args.seed)
     if notes.layers:
         summary["by_layer"] = by_layer(notes.layers[0][0], [moments for _, moments in notes.layers],
                                        [row["V_oracle"] for row in notes.table], args.K_list, seed=args.seed)
-    results = {**summary, **about}
+    sizes = {str(size): notes.block_sizes[size] for size in sorted(notes.block_sizes)}
+    results = {**summary, **about, "batches": {"gen_bs": gen_bs, "blocks_by_size": sizes}}
     for K in args.K_list:
         traces = estimators.prompt_trace_covs(prompts, K, args.estimators)
         columns = {name: _per_prompt(values, len(notes.table)) for name, values in traces.items()}
         rows = [{**row, "K": K, "trace_cov": {name: column[i] for name, column in columns.items()}}
                 for i, row in enumerate(notes.table)]
-        write_json(folder / f"tracecov_{label}_K{K}_detailed.json", rows)
-    write_json(folder / f"tracecov_{label}.json", results)
+        write_json(detailed_path(folder, label, K), rows)
+    write_json(results_path(folder, label), results)
     return results
 
 
-def law_of(prompts: estimators.PromptMoments, notes: Notes, sketch_dim: int | None, seed: int) -> dict:
-    """The entry ``group_size_law``: constants, G*, and the cosine of each sketched estimator to the gradient."""
+NOT_IN_RESULTS = ("device", "gen_bs", "gram_memory", "max_memory", "quiet", "plot_path", "skip_plot", "save_json",
+                  "gradient_checkpointing", "trust_remote_code")  # fmt: skip
+
+
+def finished_results(args, label: str, rows: Sequence[Row]) -> dict | None:
+    """The results that this very command has left, for these prompts and their oracle values; None if there are none.
+
+    Flags in ``NOT_IN_RESULTS`` decide no number. A figure that is asked for and missing makes it unfinished too.
+    """
+    if not args.skip_plot and not (Path(args.plot_path) / f"tracecov_{label}.png").exists():
+        return None
+    try:
+        results = json.loads(results_path(args.save_json, label).read_text(encoding="utf-8"))
+        detailed = [json.loads(detailed_path(args.save_json, label, K).read_text(encoding="utf-8")) for K in args.K_list]
+        config = {name: value for name, value in results["config"].items() if name not in NOT_IN_RESULTS}
+        found = [[[row["prompt"], row["ground_truth"], row["V_oracle"], row["n_oracle"]] for row in table]
+                 for table in detailed]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    wanted = {name: value for name, value in vars(args).items() if name not in NOT_IN_RESULTS}
+    table = [[row.prompt, row.ground_truth, row.oracle_value, row.oracle_samples] for row in rows]
+    return results if config == wanted and all(each == table for each in found) else None
+
+
+def law_of(prompts: estimators.PromptMoments, notes: Notes, identity: dict, seed: int) -> dict:
+    """The entry ``group_size_law``: constants, G*, and the cosine of each sketched estimator to the gradient.
+
+    identity: of the run that made the Grams.
+    """
+    sketch_dim, largest = identity.get("sketch_dim"), identity.get("sketched_at") or 0
     pairs, complete = prompts.pairs, all(sketch is not None for sketch in notes.sketches)
     sketches = np.stack(notes.sketches) if complete else None
     layout = [SketchPart(*map(int, part)) for part in notes.sketch_layout] if complete else None
@@ -70,8 +117,14 @@ def law_of(prompts: estimators.PromptMoments, notes: Notes, sketch_dim: int | No
                          None if sketches is None else sketches[:, 0],
                          None if isinstance(prompts.oracle_value, str) else prompts.oracle_value,
                          sketch_dim=sketch_dim or None, sketch_layout=layout, seed=seed)
-    law["cosine_to_gradient"] = {} if sketches is None or sketches.shape[1] < 2 else prompt_averaged_cosines(
-        sketches[:, 1:], sketches[:, 0], notes.sketch_names[1:], layout, law["sketch_dim"], seed=seed)
+    law["cosine_to_gradient"] = {}
+    if sketches is not None and sketches.shape[1] > 1:
+        if min(notes.block_sizes) < largest:
+            law["reasons"]["cosine_to_gradient"] = (
+                f"blocks of {min(notes.block_sizes)} continuations hold no group of {largest}; raise --block_size")
+        else:
+            law["cosine_to_gradient"] = prompt_averaged_cosines(
+                sketches[:, 1:], sketches[:, 0], notes.sketch_names[1:], layout, law["sketch_dim"], seed=seed)
     return law
 
 

@@ -1,0 +1,97 @@
+"""When memory runs out: halve what is done at a time, go on, and keep the smaller size.
+
+    limit_memory(8.0, device)            # --max_memory: the allocator of CUDA, or the kernel, says no beyond it
+    batch = Batch("--gen_bs", 256, least=1)
+    batch.run(lambda size: sample(..., size), "problems.jsonl, line 7")
+
+No size changes what is measured: a continuation is fixed by its index, and every block of at least four gives unbiased
+estimates.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from Gradient_evaluation.cli import UserError
+
+GIB = 2**30
+Result = TypeVar("Result")
+
+
+class Batch:
+    """How many continuations are handled at a time.
+
+    flag: what sets it, for messages; size: now; least: below this there is nothing left to halve.
+    """
+
+    def __init__(self, flag: str, size: int, least: int):
+        self.flag, self.size, self.least = flag, size, least
+
+    def run(self, work: Callable[[int], Result], where: str) -> Result:
+        """``work(size)``, from the start with half the size each time it runs out of memory.
+
+        Raises UserError, naming ``where``, when the least size is still too much.
+        """
+        while True:
+            try:
+                return work(self.size)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+            self._halve(where)  # outside the handler, whose traceback keeps the tensors of the attempt alive
+
+    def _halve(self, where: str) -> None:
+        if self.size <= self.least:
+            raise UserError(f"{where}: out of memory with {self.size} continuation{'s' * (self.size > 1)} at a time; "
+                            "lower --max_new_tokens, raise --max_memory if it is set, try --gradient_checkpointing, or "
+                            "take a larger device")
+        smaller = max(self.least, self.size // 2)
+        print(f"note: {where}: out of memory with {self.size} continuations at a time ({self.flag}); going on with "
+              f"{smaller}", file=sys.stderr)
+        self.size = smaller
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: on CUDA or another accelerator, in torch on the CPU, or in NumPy."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return re.search(r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED", str(error)) is not None
+
+
+def limit_memory(gib: float | None, device: torch.device) -> None:
+    """Let this process take no more than ``gib`` GiB: of the GPU's memory on CUDA, else of the machine's (Linux).
+
+    Call it with the model loaded. Raises UserError when that already takes more, or the system knows no such limit.
+    """
+    if gib is None:
+        return
+    if device.type == "cuda":
+        taken, total = torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+        _check_room(gib, taken)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total), device)
+        return
+    status = Path("/proc/self/status")
+    if device.type != "cpu" or not status.exists():
+        raise UserError(f"--max_memory: can be had on CUDA and on Linux, not on {device.type} here; leave it out")
+    import resource
+
+    kib = {name: int(size) for name, size in re.findall(r"(\w+):\s+(\d+) kB", status.read_text())}
+    _check_room(gib, kib["VmRSS"] * 1024)
+    # The limit counts writable private memory, touched or not; what may still come is what the flag leaves.
+    most = int(kib["VmData"] * 1024 + gib * GIB - kib["VmRSS"] * 1024)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def _check_room(gib: float, taken: int) -> None:
+    if taken >= gib * GIB:
+        raise UserError(f"--max_memory {gib:g}: the loaded model already takes {taken / GIB:.2f} GiB; raise it")

@@ -1,0 +1,107 @@
+"""One process or many: ``torchrun --nproc-per-node N script.py ...`` shares the prompts out.
+
+Every process holds the whole model on its own device and takes the next prompt when it is done with the last, so
+that a slow prompt holds up nobody else. Continuations are fixed by seed, prompt and index, so who measures a prompt
+changes nothing. The first process (rank 0) checks the input, tells the others what there is to do, and puts the
+results together. No tensor travels between processes, only the plan and a counter.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.models import resolve_device
+
+PATIENCE = datetime.timedelta(days=30)  # a process may wait for another's slow prompt; a dead one torchrun reports
+
+
+class Processes:
+    """The processes of this run, seen from one of them.
+
+    rank, size: which one this is, of how many; device: torch.device of this process. A context manager: leaving it
+    ends the process group.
+    """
+
+    def __init__(self, device: str):
+        """device: the flag --device. Raises UserError when the machine lacks it or processes would share a GPU."""
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local = int(os.environ.get("LOCAL_RANK", 0)) if self.size > 1 else None
+        self.device = resolve_device(device, local)
+        self._store, self._done = None, 0
+        if self.size > 1:
+            self._join()
+
+    def _join(self) -> None:
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        store, _, _ = next(torch.distributed.rendezvous("env://"))
+        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=self.rank,
+                                             world_size=self.size, timeout=PATIENCE,
+                                             device_id=self.device if on_gpu else None)
+        self._store = torch.distributed.PrefixStore("prompts", store)
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, kind, *error) -> None:
+        if self.size > 1 and kind is None:  # after an error torchrun ends the others, which may never answer
+            torch.distributed.destroy_process_group()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def from_first(self, make: Callable[..., Any], *args) -> Any:
+        """``make(*args)`` of the first process, on every process. What it returns must be picklable.
+
+        A UserError there is raised there, and ends the others in silence.
+        """
+        found: list[Any] = [None]
+        if self.is_first:
+            try:
+                found = [make(*args)]
+            except UserError as error:
+                found = [error]
+        if self.size > 1:
+            self._together(torch.distributed.broadcast_object_list, found)
+        if isinstance(found[0], UserError):
+            if self.is_first:
+                raise found[0]
+            sys.exit(2)
+        return found[0]
+
+    def share(self, items: Sequence) -> Iterator:
+        """Each of ``items`` (the same on every process) in exactly one of the processes, as it gets to them."""
+        if self.size == 1:
+            yield from items
+            return
+        while (place := self._store.add("taken", 1) - 1) < len(items):
+            yield items[place]
+
+    def count(self) -> int:
+        """Count one more prompt as done; returns how many all processes together have done in this run."""
+        self._done += 1
+        return self._store.add("done", 1) if self.size > 1 else self._done
+
+    def gather(self, value: Any) -> list:
+        """The ``value`` of every process, in order of rank, once all have come here."""
+        found = [value] * self.size
+        if self.size > 1:
+            self._together(torch.distributed.all_gather_object, found, value)
+        return found
+
+    def _together(self, collective: Callable, *args) -> None:
+        try:
+            collective(*args)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(f"process {self.rank} lost the others ({reason}); the first error of this job says why, "
+                            "and the same command continues") from None
