@@ -3,6 +3,9 @@
 ``GramCapture`` puts a hook on every module that owns a measured parameter. In the forward pass the hook keeps
 the layer's input; when the gradient of its output arrives in the backward pass, gram_rules.py turns the two into
 a share of the Gram and both are let go. Modules it cannot read are left to the caller's exact fallback.
+
+The input is kept the way autograd keeps what a backward needs, so under gradient checkpointing (the variant with
+use_reentrant=False) it is not kept at all but comes from the layer's second run, whose hooks count nothing.
 """
 
 from __future__ import annotations
@@ -14,8 +17,21 @@ from Gradient_evaluation import gram_rules
 from Gradient_evaluation.gradient_sketch import GradientSketch
 
 
+class _Keep(torch.autograd.Function):
+    """Does nothing but save ``a`` for a backward, so that checkpointing can drop it and bring it back."""
+
+    @staticmethod
+    def forward(ctx, a: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise AssertionError("nothing depends on what _Keep returns")
+
+
 class GramCapture:
-    """Context manager around one forward and backward of ``batch`` samples; ``finish`` gives the Grams.
+    """Context manager around one forward of ``batch`` samples and its ``backward``; ``finish`` gives the Grams.
 
     parameters: {id: parameter} measured; lengths: the numbers of positions a layer may see (all of the
     sequence, or the response alone at the head); budget: bytes of a temporary. With ``sketch`` and ``weights``
@@ -35,6 +51,7 @@ class GramCapture:
         self.heads: dict[int, gram_rules.TiedHead] = {}
         self.unreadable: set[int] = set()
         self.paused = False
+        self.in_backward = False
         self.hooks: list = []
 
     def __enter__(self) -> GramCapture:
@@ -46,6 +63,11 @@ class GramCapture:
     def __exit__(self, *error) -> None:
         for hook in self.hooks:
             hook.remove()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The one backward pass of the block; layers that run again inside it are not counted again."""
+        self.in_backward = True
+        loss.backward()
 
     def finish(self) -> dict[int, torch.Tensor]:
         """{id of parameter: Q_p (batch, batch) float64}; parameters that could not be read are absent."""
@@ -75,6 +97,12 @@ class GramCapture:
             self.unreadable.update(owned.values())
             return None
         a = args[0].detach()
+        replaced = None
+        if not output.requires_grad:  # nothing measured lies before it: gradients start here
+            replaced = output = output.detach().requires_grad_(True).clone()  # a copy may be changed in place
+        kept = _Keep.apply(a, torch.zeros((), requires_grad=True)).grad_fn
+        if self.in_backward:  # a checkpointed layer's second run, which only has to keep what the first one kept
+            return replaced
         for key in owned.values():
             self.expected[key] = self.expected.get(key, 0) + 1
             if not a.is_floating_point():
@@ -82,18 +110,13 @@ class GramCapture:
         rule = gram_rules.RULES.get(type(module))
         if rule is None and gram_rules.is_scaled_embedding(module, a, output):
             rule = gram_rules.scaled_embedding_uses
-        replaced = None
-        if not output.requires_grad:  # nothing measured lies before it: gradients start here
-            replaced = output = output.detach().requires_grad_(True).clone()  # a copy may be changed in place
-        version = a._version
-        output.register_hook(lambda b: self._on_gradient(module, owned, rule, a, version, b))
+        held = [kept]
+        output.register_hook(lambda b: self._on_gradient(module, owned, rule, held, b))
         return replaced
 
-    def _on_gradient(self, module: nn.Module, owned: dict[str, int], rule, a: torch.Tensor, version: int,
-                     b: torch.Tensor) -> None:
+    def _on_gradient(self, module: nn.Module, owned: dict[str, int], rule, held: list, b: torch.Tensor) -> None:
         try:
-            if a._version != version:
-                raise gram_rules.UnsupportedUse("the layer's input was changed in place after it was read")
+            a = _saved(held.pop())  # the graph keeps this hook to the end of the pass; the input is let go here
             if rule is not None:
                 uses = rule(module, a, b)
             else:
@@ -137,3 +160,13 @@ class GramCapture:
 
     def _add(self, key: int, gram: torch.Tensor) -> None:
         self.grams[key] = self.grams[key] + gram if key in self.grams else gram
+
+
+def _saved(kept) -> torch.Tensor:
+    """The input a ``_Keep`` node holds; raises UnsupportedUse when it was changed in place after it was read."""
+    try:
+        return kept.saved_tensors[0]
+    except RuntimeError as error:
+        if "inplace operation" in str(error):
+            raise gram_rules.UnsupportedUse("the layer's input was changed in place after it was read") from None
+        raise

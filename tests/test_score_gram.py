@@ -1,5 +1,7 @@
 """The score Gram equals per-sample autograd, whatever the family, the padding, the chunking and the ties."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -134,6 +136,106 @@ def test_a_padding_row_of_the_embedding_has_no_gradient():
     model = tiny_model("llama", pad_token_id=5)  # 5 is in the prompt twice
     assert model.get_input_embeddings().padding_idx == 5
     assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
+
+
+class ForwardCalls:
+    """Counts how often a module runs."""
+
+    def __init__(self, module):
+        self.count = 0
+        module.register_forward_pre_hook(self)
+
+    def __call__(self, *_):
+        self.count += 1
+
+
+@pytest.mark.parametrize("family,tied", [("llama", True), ("qwen3", False), ("gpt2", True), ("gemma3_text", True),
+                                         ("gpt_neox", False), ("phi3", False), ("mixtral", False)])
+def test_gradient_checkpointing_changes_no_gram(family, tied):
+    continuations = random_continuations(0, LENGTHS)
+    settings = dict(num_local_experts=3, num_experts_per_tok=2) if family == "mixtral" else {}
+    plain = ScoreGram(tiny_model(family, tie_word_embeddings=tied, **settings), LAW)
+    expected = plain.block(PROMPT, continuations)
+    model = tiny_model(family, tie_word_embeddings=tied, **settings)
+    calls = ForwardCalls((model.transformer.h if family == "gpt2" else model.base_model.layers)[0].mlp)
+    gram = ScoreGram(model, LAW, gradient_checkpointing=True)
+    block = gram.block(PROMPT, continuations)
+    assert calls.count == 2 or family == "mixtral"  # it did run again
+    np.testing.assert_allclose(block.gram, expected.gram, rtol=1e-12, atol=1e-12 * np.abs(expected.gram).max())
+    np.testing.assert_array_equal(block.log_probs, expected.log_probs)
+    gram.audit(PROMPT, continuations)
+    assert not any("forward" in vars(module) for module in model.modules())  # the model is as it was
+
+
+def test_the_checkpointing_of_transformers_in_train_mode_counts_no_layer_twice():
+    continuations = random_continuations(0, LENGTHS)
+    expected = ScoreGram(tiny_model("qwen2", tie_word_embeddings=True), LAW).block(PROMPT, continuations).gram
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    calls = ForwardCalls(model.model.layers[0].mlp.up_proj)
+    gram = ScoreGram(model, LAW)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()  # this model has no dropout
+    np.testing.assert_allclose(gram.block(PROMPT, continuations).gram, expected, rtol=1e-12)
+    assert calls.count == 2
+
+
+def test_checkpointing_turns_no_dropout_on():
+    model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    continuations = random_continuations(0, LENGTHS)
+    gram = ScoreGram(model, LAW, gradient_checkpointing=True)
+    first = gram.block(PROMPT, continuations)
+    np.testing.assert_array_equal(first.gram, gram.block(PROMPT, continuations).gram)
+    np.testing.assert_allclose(first.log_probs, ScoreGram(model.requires_grad_(True), LAW)
+                               .block(PROMPT, continuations).log_probs, rtol=1e-12)
+
+
+def test_checkpointing_frees_the_activations_of_the_layers():
+    def most_alive(checkpointing):
+        model = tiny_model("llama", num_hidden_layers=6)
+        gram, alive, most = ScoreGram(model, LAW, gradient_checkpointing=checkpointing), weakref.WeakSet(), 0
+
+        def count(module, args, output):
+            nonlocal most
+            alive.add(args[0].untyped_storage())
+            most = max(most, len(alive))
+
+        for layer in model.model.layers:
+            layer.mlp.down_proj.register_forward_hook(count)
+        gram.block(PROMPT, random_continuations(0, LENGTHS))
+        return most
+
+    assert most_alive(False) == 6 and most_alive(True) <= 2
+
+
+def test_a_model_without_checkpointable_layers_is_refused_in_one_line():
+    with pytest.raises(UserError, match="checkpoint"):
+        ScoreGram(nn.Linear(2, 2), LAW, gradient_checkpointing=True)
+
+
+def test_an_input_changed_in_place_after_it_was_read_is_measured_by_the_fallback(capsys):
+    class Shift(nn.Module):  # needs nothing of its input for its gradient, so autograd does not mind
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.full((48,), 0.1, dtype=torch.float64))
+
+        def forward(self, x):
+            return x + self.shift
+
+    class Careless(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer, self.shift = layer, Shift()
+
+        def forward(self, x):
+            x = self.layer(x)
+            out = self.shift(x)
+            x.mul_(2.0)
+            return out
+
+    model = tiny_model("qwen2")
+    model.model.layers[0].mlp.up_proj = Careless(model.model.layers[0].mlp.up_proj)
+    assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
+    assert "shift.shift" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("budget", [1, 3000])
