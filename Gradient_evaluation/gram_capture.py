@@ -33,15 +33,19 @@ class _Keep(torch.autograd.Function):
 class GramCapture:
     """Context manager around one forward of ``batch`` samples and its ``backward``; ``finish`` gives the Grams.
 
-    parameters: {id: parameter} measured; lengths: the numbers of positions a layer may see (all of the
-    sequence, or the response alone at the head); budget: bytes of a temporary. With ``sketch`` and ``weights``
+    parameters: {id: parameter} measured; prompt, response: positions of each. A layer may see the response alone
+    (the head) or all prompt + response - 1 inputs, of which the first ``prompt`` are the same in every sample.
+    budget: bytes of a temporary; dtype: that of the products of a Linear weight. With ``sketch`` and ``weights``
     (E, batch), ``sketches`` holds {id of parameter: (E, entries)}, the sketches of sum_i weights_ei g_i.
     """
 
-    def __init__(self, model: nn.Module, parameters: dict[int, nn.Parameter], batch: int, lengths: set[int],
-                 budget: int, sketch: GradientSketch | None = None, weights: torch.Tensor | None = None):
+    def __init__(self, model: nn.Module, parameters: dict[int, nn.Parameter], batch: int, prompt: int, response: int,
+                 budget: int, sketch: GradientSketch | None = None, weights: torch.Tensor | None = None,
+                 dtype: torch.dtype | None = None):
         self.model, self.parameters = model, parameters
-        self.batch, self.lengths, self.budget = batch, lengths, budget
+        self.batch, self.budget, self.dtype = batch, budget, dtype
+        self.prompt, self.length = prompt, prompt + response - 1
+        self.lengths = {response, self.length}
         self.sketch, self.weights = sketch, weights
         self.grams: dict[int, torch.Tensor] = {}
         self.sketches: dict[int, torch.Tensor] = {}
@@ -121,8 +125,12 @@ class GramCapture:
                 uses = rule(module, a, b)
             else:
                 uses = self._by_vjp(module, a, b, list(owned))
+            whole = a.dim() == 3 and a.shape[1] == self.length
             for name, key in owned.items():
-                self._arrive(key, uses[name])
+                use = uses[name]
+                if whole and isinstance(use, gram_rules.Outer) and self.batch > 1:
+                    use = use._replace(shared=self.prompt)
+                self._arrive(key, use)
         except gram_rules.UnsupportedUse:
             self.unreadable.update(owned.values())
 
@@ -144,7 +152,7 @@ class GramCapture:
         if looked_up and isinstance(use, gram_rules.Outer):
             if self.expected[key] != len(looked_up) + 1:
                 raise gram_rules.UnsupportedUse("an embedding tied to several heads")
-            self._add(key, gram_rules.outer_gram(use, self.budget))
+            self._add(key, gram_rules.outer_gram(use, self.budget, self.dtype))
             self.heads[key] = gram_rules.tie(use, looked_up)
         else:
             arrived.append(use)
@@ -154,7 +162,7 @@ class GramCapture:
     def _contract(self, key: int) -> None:
         uses = self.arrived.pop(key)
         if uses:
-            self._add(key, gram_rules.gram(uses, self.budget))
+            self._add(key, gram_rules.gram(uses, self.budget, self.dtype))
         if key in self.heads and uses:
             self._add(key, gram_rules.tied_cross_gram(uses, self.heads.pop(key), self.budget))
 

@@ -29,6 +29,7 @@ from Gradient_evaluation.checkpointing import check_checkpointable, checkpointed
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.gradient_sketch import GradientSketch
 from Gradient_evaluation.gram_capture import GramCapture
+from Gradient_evaluation.prompt_sharing import shared_prompt
 from Gradient_evaluation.sampling import Continuation, SamplingLaw, log_probs
 
 # Relative error allowed between w^T Q w and an ordinary backward, by the model's dtype (some models compute
@@ -172,10 +173,10 @@ class ScoreGram:
         if sketch is not None:
             weights = torch.as_tensor(weights, dtype=torch.float64, device=self.model.device)
         longest = max(len(c.tokens) for c in continuations)
-        lengths = {longest, len(prompt_ids) + longest - 1}
-        capture = GramCapture(self.model, self.parameters, len(continuations), lengths, self.budget, sketch,
-                              weights)
-        with capture, torch.enable_grad():
+        size, prompt = len(continuations), len(prompt_ids)
+        capture = GramCapture(self.model, self.parameters, size, prompt, longest, self.budget, sketch, weights)
+        shared = shared_prompt(self.model, size, prompt + longest - 1, prompt)
+        with capture, shared, torch.enable_grad():
             values = self._log_probs(prompt_ids, continuations)
             if values.requires_grad:
                 capture.backward(values.sum())

@@ -10,7 +10,7 @@ from tiny_models import (FAMILIES, enumerable_policy, enumerate_outcomes, float_
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from Gradient_evaluation import gram_rules
+from Gradient_evaluation import gram_rules, outer_gram
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.sampling import Continuation, SamplingLaw
 from Gradient_evaluation.score_gram import ScoreGram
@@ -247,12 +247,49 @@ def test_chunks_of_any_size_give_the_same_gram(budget):
     np.testing.assert_allclose(parts, whole, rtol=1e-12)
 
 
-def test_the_two_ways_to_contract_a_linear_layer_agree():
-    a, b = (torch.randn(3, 4, d, dtype=torch.float64, generator=torch.Generator().manual_seed(d)) for d in (5, 6))
+@pytest.mark.parametrize("batch", [3, 50])  # 50: two halves
+@pytest.mark.parametrize("budget", [1, 64, 2**20])
+def test_the_three_ways_to_contract_a_linear_layer_agree(batch, budget):
+    a, b = (torch.randn(batch, 6, d, dtype=torch.float64, generator=torch.Generator().manual_seed(d)) for d in (5, 7))
     b[1, 2:] = 0
-    truth = torch.einsum("bto,bti->boi", b, a).flatten(1)
-    for contract in (gram_rules.ghost_gram, gram_rules.materialised_gram):
-        torch.testing.assert_close(contract(gram_rules.Outer(a, b), 64), truth @ truth.T)
+    for shared in (0, 1, 4, 6):
+        a[:, :shared] = a[:1, :shared]
+        truth = torch.einsum("bto,bti->boi", b, a).flatten(1)
+        truth = truth @ truth.T
+        use = outer_gram.Outer(a, b, shared=shared)
+        for contract in (outer_gram.ghost_gram, outer_gram.materialised_gram, outer_gram.outer_gram):
+            torch.testing.assert_close(contract(use, budget), truth)
+        rest = outer_gram.Outer(a[:, shared:], b[:, shared:])
+        apart = outer_gram.materialised_gram(rest, budget) + (outer_gram.shared_gram(use, budget) if shared else 0)
+        torch.testing.assert_close(apart, truth)
+
+
+def test_a_vocabulary_most_of_which_has_no_gradient_changes_nothing():
+    a, b = (torch.randn(3, 4, d, dtype=torch.float64, generator=torch.Generator().manual_seed(d)) for d in (5, 60))
+    b[..., 10:55] = 0
+    use = outer_gram.Outer(a, b)
+    torch.testing.assert_close(outer_gram.ghost_gram(use, 64), outer_gram.materialised_gram(use, 64))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("prompt", [[3], [4] * 40])
+def test_prompts_short_and_long_are_shared_without_changing_the_gram(family, prompt):
+    assert relative_error(tiny_model(family), random_continuations(0, LENGTHS), prompt=prompt) < 1e-9
+
+
+def test_the_audit_shares_nothing_and_so_finds_a_model_that_looks_ahead():
+    class LooksAhead(nn.Module):  # every position sees the mean of all
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x + x.mean(1, keepdim=True))
+
+    model = tiny_model("qwen2")
+    model.model.layers[0].mlp = LooksAhead(model.model.layers[0].mlp)
+    with pytest.raises(UserError, match="is off by"):
+        ScoreGram(model, LAW).audit(PROMPT, random_continuations(0, LENGTHS))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
