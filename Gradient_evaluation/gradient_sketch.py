@@ -42,8 +42,10 @@ class GradientSketch:
             right = widen(use.b) if columns is None else widen(use.b) @ columns
         else:
             rows = self._matrix(key, "rows")
-            left = widen(use.b) if rows is None else widen(use.b) @ rows
-            right = widen(use.a) if columns is None else widen(use.a) @ columns
+            of_inputs, of_gradients = (rows, columns) if use.transposed else (columns, rows)
+            a = _project_inputs(use, of_inputs)
+            b = widen(use.b) if of_gradients is None else widen(use.b) @ of_gradients
+            left, right = (a, b) if use.transposed else (b, a)
         return torch.bmm(left.transpose(1, 2), right.to(left.dtype)).flatten(1)
 
     def of_gradient(self, key: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -101,3 +103,14 @@ class GradientSketch:
                 matrix = (2 * signs - 1).to(p.device, dtype) / width**0.5
             self.matrices[key, side] = matrix
         return self.matrices[key, side]
+
+
+def _project_inputs(use: Outer, matrix: torch.Tensor | None) -> torch.Tensor:
+    """The inputs of a Linear layer times a matrix (None: the identity), shared positions once for all samples."""
+    if matrix is None:
+        return widen(use.a)
+    rest = widen(use.a[:, use.shared:]) @ matrix
+    if not use.shared:
+        return rest
+    shared = widen(use.a[:1, :use.shared]) @ matrix
+    return torch.cat([shared.expand(len(rest), -1, -1), rest], 1)

@@ -3,6 +3,9 @@
 ``GramCapture`` puts a hook on every module that owns a measured parameter. In the forward pass the hook keeps
 the layer's input; when the gradient of its output arrives in the backward pass, gram_rules.py turns the two into
 a share of the Gram and both are let go. Modules it cannot read are left to the caller's exact fallback.
+
+The input is kept the way autograd keeps what a backward needs, so under gradient checkpointing (the variant with
+use_reentrant=False) it is not kept at all but comes from the layer's second run, whose hooks count nothing.
 """
 
 from __future__ import annotations
@@ -14,18 +17,35 @@ from Gradient_evaluation import gram_rules
 from Gradient_evaluation.gradient_sketch import GradientSketch
 
 
-class GramCapture:
-    """Context manager around one forward and backward of ``batch`` samples; ``finish`` gives the Grams.
+class _Keep(torch.autograd.Function):
+    """Does nothing but save ``a`` for a backward, so that checkpointing can drop it and bring it back."""
 
-    parameters: {id: parameter} measured; lengths: the numbers of positions a layer may see (all of the
-    sequence, or the response alone at the head); budget: bytes of a temporary. With ``sketch`` and ``weights``
+    @staticmethod
+    def forward(ctx, a: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise AssertionError("nothing depends on what _Keep returns")
+
+
+class GramCapture:
+    """Context manager around one forward of ``batch`` samples and its ``backward``; ``finish`` gives the Grams.
+
+    parameters: {id: parameter} measured; prompt, response: positions of each. A layer may see the response alone
+    (the head) or all prompt + response - 1 inputs, of which the first ``prompt`` are the same in every sample.
+    budget: bytes of a temporary; dtype: that of the products of a Linear weight. With ``sketch`` and ``weights``
     (E, batch), ``sketches`` holds {id of parameter: (E, entries)}, the sketches of sum_i weights_ei g_i.
     """
 
-    def __init__(self, model: nn.Module, parameters: dict[int, nn.Parameter], batch: int, lengths: set[int],
-                 budget: int, sketch: GradientSketch | None = None, weights: torch.Tensor | None = None):
+    def __init__(self, model: nn.Module, parameters: dict[int, nn.Parameter], batch: int, prompt: int, response: int,
+                 budget: int, sketch: GradientSketch | None = None, weights: torch.Tensor | None = None,
+                 dtype: torch.dtype | None = None):
         self.model, self.parameters = model, parameters
-        self.batch, self.lengths, self.budget = batch, lengths, budget
+        self.batch, self.budget, self.dtype = batch, budget, dtype
+        self.prompt, self.length = prompt, prompt + response - 1
+        self.lengths = {response, self.length}
         self.sketch, self.weights = sketch, weights
         self.grams: dict[int, torch.Tensor] = {}
         self.sketches: dict[int, torch.Tensor] = {}
@@ -35,6 +55,7 @@ class GramCapture:
         self.heads: dict[int, gram_rules.TiedHead] = {}
         self.unreadable: set[int] = set()
         self.paused = False
+        self.in_backward = False
         self.hooks: list = []
 
     def __enter__(self) -> GramCapture:
@@ -46,6 +67,11 @@ class GramCapture:
     def __exit__(self, *error) -> None:
         for hook in self.hooks:
             hook.remove()
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The one backward pass of the block; layers that run again inside it are not counted again."""
+        self.in_backward = True
+        loss.backward()
 
     def finish(self) -> dict[int, torch.Tensor]:
         """{id of parameter: Q_p (batch, batch) float64}; parameters that could not be read are absent."""
@@ -75,6 +101,12 @@ class GramCapture:
             self.unreadable.update(owned.values())
             return None
         a = args[0].detach()
+        replaced = None
+        if not output.requires_grad:  # nothing measured lies before it: gradients start here
+            replaced = output = output.detach().requires_grad_(True).clone()  # a copy may be changed in place
+        kept = _Keep.apply(a, torch.zeros((), requires_grad=True)).grad_fn
+        if self.in_backward:  # a checkpointed layer's second run, which only has to keep what the first one kept
+            return replaced
         for key in owned.values():
             self.expected[key] = self.expected.get(key, 0) + 1
             if not a.is_floating_point():
@@ -82,24 +114,23 @@ class GramCapture:
         rule = gram_rules.RULES.get(type(module))
         if rule is None and gram_rules.is_scaled_embedding(module, a, output):
             rule = gram_rules.scaled_embedding_uses
-        replaced = None
-        if not output.requires_grad:  # nothing measured lies before it: gradients start here
-            replaced = output = output.detach().requires_grad_(True).clone()  # a copy may be changed in place
-        version = a._version
-        output.register_hook(lambda b: self._on_gradient(module, owned, rule, a, version, b))
+        held = [kept]
+        output.register_hook(lambda b: self._on_gradient(module, owned, rule, held, b))
         return replaced
 
-    def _on_gradient(self, module: nn.Module, owned: dict[str, int], rule, a: torch.Tensor, version: int,
-                     b: torch.Tensor) -> None:
+    def _on_gradient(self, module: nn.Module, owned: dict[str, int], rule, held: list, b: torch.Tensor) -> None:
         try:
-            if a._version != version:
-                raise gram_rules.UnsupportedUse("the layer's input was changed in place after it was read")
+            a = _saved(held.pop())  # the graph keeps this hook to the end of the pass; the input is let go here
             if rule is not None:
                 uses = rule(module, a, b)
             else:
                 uses = self._by_vjp(module, a, b, list(owned))
+            whole = a.dim() == 3 and a.shape[1] == self.length
             for name, key in owned.items():
-                self._arrive(key, uses[name])
+                use = uses[name]
+                if whole and isinstance(use, gram_rules.Outer) and self.batch > 1:
+                    use = use._replace(shared=self.prompt)
+                self._arrive(key, use)
         except gram_rules.UnsupportedUse:
             self.unreadable.update(owned.values())
 
@@ -121,7 +152,7 @@ class GramCapture:
         if looked_up and isinstance(use, gram_rules.Outer):
             if self.expected[key] != len(looked_up) + 1:
                 raise gram_rules.UnsupportedUse("an embedding tied to several heads")
-            self._add(key, gram_rules.outer_gram(use, self.budget))
+            self._add(key, gram_rules.outer_gram(use, self.budget, self.dtype))
             self.heads[key] = gram_rules.tie(use, looked_up)
         else:
             arrived.append(use)
@@ -131,9 +162,19 @@ class GramCapture:
     def _contract(self, key: int) -> None:
         uses = self.arrived.pop(key)
         if uses:
-            self._add(key, gram_rules.gram(uses, self.budget))
+            self._add(key, gram_rules.gram(uses, self.budget, self.dtype))
         if key in self.heads and uses:
             self._add(key, gram_rules.tied_cross_gram(uses, self.heads.pop(key), self.budget))
 
     def _add(self, key: int, gram: torch.Tensor) -> None:
         self.grams[key] = self.grams[key] + gram if key in self.grams else gram
+
+
+def _saved(kept) -> torch.Tensor:
+    """The input a ``_Keep`` node holds; raises UnsupportedUse when it was changed in place after it was read."""
+    try:
+        return kept.saved_tensors[0]
+    except RuntimeError as error:
+        if "inplace operation" in str(error):
+            raise gram_rules.UnsupportedUse("the layer's input was changed in place after it was read") from None
+        raise

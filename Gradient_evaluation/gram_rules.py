@@ -3,7 +3,7 @@
 The gradient of sample i with respect to a parameter is a sum over the uses of that parameter in the forward
 pass. A use is held in factored form, never as a gradient of the parameter's size per sample:
 
-* Outer: a Linear layer, gradient_i = sum_t b_it a_it^T with input a and output gradient b;
+* Outer (outer_gram.py): a Linear layer, gradient_i = sum_t b_it a_it^T with input a and output gradient b;
 * Rows: an embedding, gradient_i[v] = sum over positions t whose id is v of b_it;
 * Dense: anything small (biases, norms), the per-sample gradient itself.
 
@@ -21,12 +21,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-
-class Outer(NamedTuple):
-    """gradient_i = sum_t b_it a_it^T, a: (B, T, d_in), b: (B, T, d_out); a Linear weight is (d_out, d_in)."""
-
-    a: torch.Tensor
-    b: torch.Tensor
+from Gradient_evaluation.outer_gram import Outer, SymmetricSum, outer_gram, widen
 
 
 class Rows(NamedTuple):
@@ -46,11 +41,6 @@ class UnsupportedUse(Exception):
     """A parameter is used in a way these rules cannot contract; the exact fallback measures it."""
 
 
-def widen(x: torch.Tensor) -> torch.Tensor:
-    """float32 or better."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _flat3(x: torch.Tensor) -> torch.Tensor:
     """(B, ..., d) → (B, T, d)."""
     return x.reshape(x.shape[0], -1, x.shape[-1])
@@ -64,7 +54,7 @@ def linear_uses(module: nn.Linear, a: torch.Tensor, b: torch.Tensor) -> dict[str
 def conv1d_uses(module: Conv1D, a: torch.Tensor, b: torch.Tensor) -> dict[str, Outer | Dense]:
     """GPT-2's Conv1D is a Linear whose weight is stored (d_in, d_out)."""
     a, b = _flat3(a), _flat3(b)
-    return {"weight": Outer(b, a), "bias": Dense(widen(b).sum(1))}
+    return {"weight": Outer(a, b, transposed=True), "bias": Dense(widen(b).sum(1))}
 
 
 def embedding_uses(module: nn.Embedding, ids: torch.Tensor, b: torch.Tensor) -> dict[str, Rows]:
@@ -117,11 +107,16 @@ def uses_by_vjp(module: nn.Module, a: torch.Tensor, b: torch.Tensor, names: list
     return {name: Dense(g.reshape(len(a), -1)) for name, g in per_sample.items()}
 
 
-def gram(uses: list[Outer | Rows | Dense], budget: int) -> torch.Tensor:
-    """Q (B, B) float64 of one parameter from all its uses. ``budget``: bytes for a temporary."""
+def gram(uses: list[Outer | Rows | Dense], budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Q (B, B) float64 of one parameter from all its uses. ``budget``: bytes for a temporary; dtype: that of the
+    products of a Linear weight, float32 or better when None.
+    """
     kinds = {type(use) for use in uses}
     if kinds == {Outer}:
-        return outer_gram(Outer(*(torch.cat(parts, 1) for parts in zip(*uses))), budget)
+        if len({use.transposed for use in uses}) > 1:
+            raise UnsupportedUse("one weight used as it is and transposed")
+        whole = uses[0] if len(uses) == 1 else Outer(*(torch.cat([use[i] for use in uses], 1) for i in (0, 1)))
+        return outer_gram(whole, budget, dtype)
     if kinds == {Rows}:
         return rows_gram(_join_rows(uses), budget)
     if kinds == {Dense}:
@@ -130,57 +125,15 @@ def gram(uses: list[Outer | Rows | Dense], budget: int) -> torch.Tensor:
 
 
 def _join_rows(uses: list[Rows]) -> Rows:
-    return Rows(*(torch.cat(parts, 1) for parts in zip(*uses)))
+    return uses[0] if len(uses) == 1 else Rows(*(torch.cat(parts, 1) for parts in zip(*uses)))
 
 
 def dense_gram(g: torch.Tensor, budget: int) -> torch.Tensor:
     """G G^T in float64, over chunks of columns of g (B, n)."""
-    q = torch.zeros(len(g), len(g), dtype=torch.float64, device=g.device)
+    total = SymmetricSum(len(g), g.device)
     for part in g.split(max(1, budget // (len(g) * 4)), dim=1):
-        part = widen(part)
-        q += (part @ part.T).double()
-    return q
-
-
-def outer_gram(use: Outer, budget: int) -> torch.Tensor:
-    """<sum_t b_it a_it^T, sum_s b_js a_js^T>, by the cheaper of two exact ways (multiplications counted).
-
-    Per-sample gradients: B T d_in d_out + B^2 d_in d_out. "Ghost" products of inputs and of gradients:
-    (B T)^2 (d_in + d_out).
-    """
-    batch, length, d_in = use.a.shape
-    d_out = use.b.shape[-1]
-    ghost = (batch * length) ** 2 * (d_in + d_out)
-    materialised = batch * length * d_in * d_out + batch**2 * d_in * d_out
-    return ghost_gram(use, budget) if ghost < materialised else materialised_gram(use, budget)
-
-
-def materialised_gram(use: Outer, budget: int) -> torch.Tensor:
-    """``outer_gram`` through per-sample gradients, a chunk of rows of the weight at a time."""
-    batch, _, d_in = use.a.shape
-    a = widen(use.a)
-    q = torch.zeros(batch, batch, dtype=torch.float64, device=a.device)
-    for b in use.b.split(max(1, budget // (batch * d_in * 4)), dim=-1):
-        per_sample = torch.bmm(widen(b).transpose(1, 2), a).reshape(batch, -1)
-        q += (per_sample @ per_sample.T).double()
-    return q
-
-
-def ghost_gram(use: Outer, budget: int) -> torch.Tensor:
-    """``outer_gram`` as sum_{t,s} (a_it . a_js)(b_it . b_js), over the positions whose gradient is not 0."""
-    batch, length, _ = use.a.shape
-    a, b = widen(use.a).flatten(0, 1), widen(use.b).flatten(0, 1)
-    live = (b != 0).any(-1).nonzero().squeeze(-1)
-    a, b, sample = a[live], b[live], live // length
-    q = torch.zeros(batch, batch, dtype=torch.float64, device=a.device)
-    to_sample = torch.zeros(len(live), batch, dtype=a.dtype, device=a.device)
-    to_sample[torch.arange(len(live), device=a.device), sample] = 1.0
-    rows = max(1, budget // (4 * max(1, len(live))))
-    for start in range(0, len(live), rows):
-        part = slice(start, start + rows)
-        products = (a[part] @ a.T) * (b[part] @ b.T)
-        q += (to_sample[part].T @ (products @ to_sample)).double()
-    return q
+        total.add(widen(part))
+    return total.total()
 
 
 class _RowSums:
@@ -207,11 +160,10 @@ def _column_chunks(width: int, bytes_per_column: int, budget: int) -> list[slice
 def rows_gram(use: Rows, budget: int) -> torch.Tensor:
     """sum over ids v of (sum_{t: id_it = v} b_it) . (sum_{s: id_js = v} b_js)."""
     sums = _RowSums(use)
-    q = torch.zeros(sums.batch, sums.batch, dtype=torch.float64, device=use.b.device)
+    total = SymmetricSum(sums.batch, use.b.device)
     for columns in _column_chunks(use.b.shape[-1], sums.batch * len(sums.ids) * 4, budget):
-        part = sums.chunk(columns).flatten(1)
-        q += (part @ part.T).double()
-    return q
+        total.add(sums.chunk(columns).flatten(1))
+    return total.total()
 
 
 class TiedHead(NamedTuple):

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-SLICE = 2**25  # logits sorted at a time by top_p
+from Gradient_evaluation.vocabulary import TokenLogProb, inverse_cdf, nucleus
+
 COMPACT_BELOW = 0.75  # finished rows leave the batch once fewer than this share of it is still going
 
 
@@ -87,19 +88,12 @@ def kept_tokens(logits: torch.Tensor, law: SamplingLaw) -> torch.Tensor | None:
     the least likely tokens go as long as their summed probability is at most 1 - top_p, never the last one.
     Of equally likely tokens the lower id goes first (transformers leaves that to an unstable sort).
     """
-    if law.top_p < 1.0 and logits.dim() > 1 and logits.numel() > SLICE:
-        parts = logits.flatten(0, -2).split(max(1, SLICE // logits.shape[-1]))
-        if len(parts) > 1:
-            return torch.cat([kept_tokens(part, law) for part in parts]).view(logits.shape)
     kept = None
     if 0 < law.top_k < logits.shape[-1]:
         kept = logits >= torch.topk(logits, law.top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(~kept, -torch.inf)
     if law.top_p < 1.0:
-        ascending, order = torch.sort(logits, dim=-1, stable=True)
-        dropped = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - law.top_p
-        dropped[..., -1] = False
-        in_nucleus = torch.empty_like(dropped).scatter(-1, order, ~dropped)
+        in_nucleus = nucleus(logits, law.top_p)
         kept = in_nucleus if kept is None else kept & in_nucleus
     return kept
 
@@ -110,28 +104,32 @@ def log_probs(logits: torch.Tensor, tokens: torch.Tensor, law: SamplingLaw) -> t
     logits: (..., vocabulary) raw model outputs; tokens: (...) int64. The kept set is a constant to autograd
     (its score has mean 0 all the same), and a sampled token that rounding would push out of it stays in.
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / law.temperature
     index = tokens.unsqueeze(-1)
     with torch.no_grad():
-        kept = kept_tokens(logits, law)
-        if kept is not None:
-            removed = ~kept.scatter(-1, index, True)
-    if kept is not None:
-        logits = logits.masked_fill(removed, -torch.inf)
-    return logits.gather(-1, index).squeeze(-1) - logits.logsumexp(dim=-1)
+        kept = kept_tokens(_divided(logits, law), law)
+        removed = None if kept is None else ~kept.scatter_(-1, index, True)
+    rows = None if removed is None else removed.flatten(0, -2)
+    return TokenLogProb.apply(logits.flatten(0, -2), tokens.flatten(), rows, law.temperature).view(tokens.shape)
+
+
+def _divided(logits: torch.Tensor, law: SamplingLaw) -> torch.Tensor:
+    """The logits by the temperature, in float32 or better."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if law.temperature == 1.0 else logits / law.temperature
 
 
 def draw_tokens(logits: torch.Tensor, u: torch.Tensor, law: SamplingLaw) -> torch.Tensor:
     """Inverse-CDF draw: logits (n, vocabulary), u (n,) float64 in [0, 1) → token ids (n,) int64."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / law.temperature
+    return _draw(logits, u, law)[0]
+
+
+def _draw(logits: torch.Tensor, u: torch.Tensor, law: SamplingLaw) -> tuple[torch.Tensor, torch.Tensor]:
+    """``draw_tokens``, and whether the logits were finite (or -inf): a bool () on their device."""
+    logits = _divided(logits, law)
     kept = kept_tokens(logits, law)
     if kept is not None:
         logits = logits.masked_fill(~kept, -torch.inf)
-    cdf = logits.softmax(dim=-1).to(torch.float64).cumsum(dim=-1)
-    # The first token whose cumulated mass exceeds u * total has positive probability, since u * total < total.
-    target = (u * cdf[:, -1]).clamp(max=torch.nextafter(cdf[:, -1], cdf.new_zeros(())))
-    drawn = torch.searchsorted(cdf, target.unsqueeze(-1), right=True).squeeze(-1)
-    return drawn.clamp(max=logits.shape[-1] - 1)  # logits that are not finite are the caller's to report
+    return inverse_cdf(logits, u)
 
 
 @torch.inference_mode()
@@ -169,8 +167,8 @@ def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos) -> list[
     check_every = 1 if u.device.type == "cpu" else 4
     finite = torch.ones((), dtype=torch.bool, device=u.device)
     for position in range(limit):
-        finite &= ~torch.isnan(logits).any() & (logits < torch.inf).all()
-        step = draw_tokens(logits, u[rows, position], law)
+        step, sound = _draw(logits, u[rows, position], law)
+        finite &= sound
         tokens[rows, position] = step
         ended[rows] |= torch.isin(step, eos_tensor)
         if position + 1 == limit:

@@ -25,9 +25,11 @@ import torch
 from torch import nn
 
 from Gradient_evaluation import gram_rules
+from Gradient_evaluation.checkpointing import check_checkpointable, checkpointed_layers
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.gradient_sketch import GradientSketch
 from Gradient_evaluation.gram_capture import GramCapture
+from Gradient_evaluation.prompt_sharing import shared_prompt
 from Gradient_evaluation.sampling import Continuation, SamplingLaw, log_probs
 
 # Relative error allowed between w^T Q w and an ordinary backward, by the model's dtype (some models compute
@@ -52,17 +54,24 @@ class ScoreGram:
     """Builds score Grams of one model. Freezes the model's parameters for good.
 
     model: a causal language model in eval mode; the parameters measured are those with requires_grad (under
-    LoRA only the adapters), and with ``params`` only those whose name that regular expression finds. law: the sampling law whose log-probs are differentiated. scoring: "exact", or
-    "published" for the paper's released evaluation (full softmax at temperature 1, end-of-sequence left out).
-    budget: bytes of a temporary while a layer is contracted. sketch_dim: k of gradient_sketch.py, 0 for none.
+    LoRA only the adapters), and with ``params`` only those whose name that regular expression finds. law: the
+    sampling law whose log-probs are differentiated. scoring: "exact", or "published" for the paper's released
+    evaluation (full softmax at temperature 1, end-of-sequence left out). budget: bytes of a temporary while a
+    layer is contracted. sketch_dim: k of gradient_sketch.py, 0 for none. gradient_checkpointing: keep one
+    activation per layer and run every layer again in the backward pass (the same Gram, less memory, more time).
+    Raises UserError when no parameter is chosen or the model's layers cannot be checkpointed.
     """
 
     def __init__(self, model: nn.Module, law: SamplingLaw, scoring: str = "exact", budget: int = 64 * 2**20,
-                 params: str | None = None, sketch_dim: int = 0, sketch_seed: int = 0):
+                 params: str | None = None, sketch_dim: int = 0, sketch_seed: int = 0,
+                 gradient_checkpointing: bool = False):
         self.model = model.eval()
         self.law = law if scoring == "exact" else SamplingLaw()
         self.score_eos = scoring == "exact"
         self.budget = budget
+        self.gradient_checkpointing = gradient_checkpointing
+        if gradient_checkpointing:
+            check_checkpointable(model)
         chosen = {name: p for name, p in model.named_parameters()
                   if p.requires_grad and (params is None or re.search(params, name))}
         if not chosen:
@@ -152,7 +161,8 @@ class ScoreGram:
         settings = {"use_cache": False, "logits_to_keep": longest, "attention_mask": torch.ones_like(inputs)}
         if self.takes_positions:  # one row each, so that learned positions keep a gradient per sample
             settings["position_ids"] = torch.arange(inputs.shape[1], device=device).expand_as(inputs)
-        logits = self.model(input_ids=inputs, **settings).logits
+        with checkpointed_layers(self.model, self.gradient_checkpointing):
+            logits = self.model(input_ids=inputs, **settings).logits
         return log_probs(logits, targets, self.law).masked_fill(~scored, 0.0).sum(dim=1)
 
     # -- the Gram ----------------------------------------------------------------------------------------
@@ -163,13 +173,13 @@ class ScoreGram:
         if sketch is not None:
             weights = torch.as_tensor(weights, dtype=torch.float64, device=self.model.device)
         longest = max(len(c.tokens) for c in continuations)
-        lengths = {longest, len(prompt_ids) + longest - 1}
-        capture = GramCapture(self.model, self.parameters, len(continuations), lengths, self.budget, sketch,
-                              weights)
-        with capture, torch.enable_grad():
+        size, prompt = len(continuations), len(prompt_ids)
+        capture = GramCapture(self.model, self.parameters, size, prompt, longest, self.budget, sketch, weights)
+        shared = shared_prompt(self.model, size, prompt + longest - 1, prompt)
+        with capture, shared, torch.enable_grad():
             values = self._log_probs(prompt_ids, continuations)
             if values.requires_grad:
-                values.sum().backward()
+                capture.backward(values.sum())
         grams = capture.finish()
         missing = [key for key in self.parameters if key not in grams]
         if missing:

@@ -6,7 +6,7 @@ import torch
 from tiny_models import enumerable_policy, enumerate_outcomes, tiny_model, tiny_tokenizer
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from Gradient_evaluation import sampling
+from Gradient_evaluation import vocabulary
 from Gradient_evaluation.sampling import (SamplingLaw, eos_token_ids, kept_tokens, log_probs, sample_continuations,
                                           uniforms)
 
@@ -118,8 +118,52 @@ def test_the_kept_set_is_the_same_in_slices(monkeypatch):
     law = SamplingLaw(top_k=20, top_p=0.8)
     whole = kept_tokens(logits, law)
     for size in (1, 100, 700):
-        monkeypatch.setattr(sampling, "SLICE", size)
+        monkeypatch.setattr(vocabulary, "SLICE", size)
         assert (kept_tokens(logits, law) == whole).all()
+
+
+@pytest.mark.parametrize("first", [(1,), (2,), (3, 7), (7,)])
+@pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999999])
+def test_looking_at_the_likeliest_tokens_first_finds_the_same_nucleus_as_a_sort(monkeypatch, first, top_p):
+    logits = 3 * torch.randn(400, 30, generator=torch.Generator().manual_seed(0))
+    logits[200:] = logits[200:].round()  # ties, at the edge too
+    logits[::3, 5:20] = -torch.inf  # what top_k took out
+    monkeypatch.setattr(vocabulary, "FIRST", ())
+    by_sort = vocabulary.nucleus(logits, top_p)
+    monkeypatch.setattr(vocabulary, "FIRST", first)
+    assert (vocabulary.nucleus(logits, top_p) == by_sort).all()
+
+
+@pytest.mark.parametrize("block", [1, 4, 7, 30, 256])
+def test_a_draw_is_the_first_token_whose_cumulated_probability_exceeds_u(monkeypatch, block):
+    monkeypatch.setattr(vocabulary, "BLOCK", block)
+    logits = 2 * torch.randn(500, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[::2, 3:17] = -torch.inf
+    logits[1, 1:] = -torch.inf
+    u = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    u[0], u[1], u[2], u[3] = 0.0, 1 - 2.0**-53, 1 - 2.0**-53, 0.0
+    drawn, sound = vocabulary.inverse_cdf(logits, u)
+    cdf = logits.softmax(-1).cumsum(-1)
+    assert sound and (drawn == (cdf <= u.unsqueeze(1) * cdf[:, -1:]).sum(-1).clamp(max=29))[4:].all()
+    assert (logits[torch.arange(500), drawn] > -torch.inf).all() and drawn[0] == 0 and drawn[1] == 0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_logits_that_are_not_sound_are_noticed_and_minus_infinity_is(bad):
+    logits, u = torch.zeros(3, 600), torch.full((3,), 0.5, dtype=torch.float64)
+    logits[1, 7] = -torch.inf
+    assert vocabulary.inverse_cdf(logits, u)[1]
+    logits[2, 300] = bad
+    drawn, sound = vocabulary.inverse_cdf(logits, u)
+    assert not sound and (drawn < 600).all()
+
+
+@pytest.mark.parametrize("law", [SamplingLaw(), SamplingLaw(temperature=0.7), SamplingLaw(temperature=1.3, top_k=9, top_p=0.9)])
+def test_log_probs_have_the_gradient_of_the_log_softmax(monkeypatch, law):
+    logits = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    tokens = torch.arange(15).view(3, 5) % 12
+    monkeypatch.setattr(vocabulary, "SLICE", 8 * 12 * 4)  # four rows at a time
+    torch.autograd.gradcheck(lambda x: log_probs(x, tokens, law), logits)
 
 
 def test_log_probs_at_a_temperature_are_those_of_the_divided_logits():

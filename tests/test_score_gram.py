@@ -1,5 +1,7 @@
 """The score Gram equals per-sample autograd, whatever the family, the padding, the chunking and the ties."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from tiny_models import (FAMILIES, enumerable_policy, enumerate_outcomes, float_
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from Gradient_evaluation import gram_rules
+from Gradient_evaluation import gram_rules, outer_gram
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.sampling import Continuation, SamplingLaw
 from Gradient_evaluation.score_gram import ScoreGram
@@ -136,6 +138,106 @@ def test_a_padding_row_of_the_embedding_has_no_gradient():
     assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
 
 
+class ForwardCalls:
+    """Counts how often a module runs."""
+
+    def __init__(self, module):
+        self.count = 0
+        module.register_forward_pre_hook(self)
+
+    def __call__(self, *_):
+        self.count += 1
+
+
+@pytest.mark.parametrize("family,tied", [("llama", True), ("qwen3", False), ("gpt2", True), ("gemma3_text", True),
+                                         ("gpt_neox", False), ("phi3", False), ("mixtral", False)])
+def test_gradient_checkpointing_changes_no_gram(family, tied):
+    continuations = random_continuations(0, LENGTHS)
+    settings = dict(num_local_experts=3, num_experts_per_tok=2) if family == "mixtral" else {}
+    plain = ScoreGram(tiny_model(family, tie_word_embeddings=tied, **settings), LAW)
+    expected = plain.block(PROMPT, continuations)
+    model = tiny_model(family, tie_word_embeddings=tied, **settings)
+    calls = ForwardCalls((model.transformer.h if family == "gpt2" else model.base_model.layers)[0].mlp)
+    gram = ScoreGram(model, LAW, gradient_checkpointing=True)
+    block = gram.block(PROMPT, continuations)
+    assert calls.count == 2 or family == "mixtral"  # it did run again
+    np.testing.assert_allclose(block.gram, expected.gram, rtol=1e-12, atol=1e-12 * np.abs(expected.gram).max())
+    np.testing.assert_array_equal(block.log_probs, expected.log_probs)
+    gram.audit(PROMPT, continuations)
+    assert not any("forward" in vars(module) for module in model.modules())  # the model is as it was
+
+
+def test_the_checkpointing_of_transformers_in_train_mode_counts_no_layer_twice():
+    continuations = random_continuations(0, LENGTHS)
+    expected = ScoreGram(tiny_model("qwen2", tie_word_embeddings=True), LAW).block(PROMPT, continuations).gram
+    model = tiny_model("qwen2", tie_word_embeddings=True)
+    calls = ForwardCalls(model.model.layers[0].mlp.up_proj)
+    gram = ScoreGram(model, LAW)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()  # this model has no dropout
+    np.testing.assert_allclose(gram.block(PROMPT, continuations).gram, expected, rtol=1e-12)
+    assert calls.count == 2
+
+
+def test_checkpointing_turns_no_dropout_on():
+    model = tiny_model("gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    continuations = random_continuations(0, LENGTHS)
+    gram = ScoreGram(model, LAW, gradient_checkpointing=True)
+    first = gram.block(PROMPT, continuations)
+    np.testing.assert_array_equal(first.gram, gram.block(PROMPT, continuations).gram)
+    np.testing.assert_allclose(first.log_probs, ScoreGram(model.requires_grad_(True), LAW)
+                               .block(PROMPT, continuations).log_probs, rtol=1e-12)
+
+
+def test_checkpointing_frees_the_activations_of_the_layers():
+    def most_alive(checkpointing):
+        model = tiny_model("llama", num_hidden_layers=6)
+        gram, alive, most = ScoreGram(model, LAW, gradient_checkpointing=checkpointing), weakref.WeakSet(), 0
+
+        def count(module, args, output):
+            nonlocal most
+            alive.add(args[0].untyped_storage())
+            most = max(most, len(alive))
+
+        for layer in model.model.layers:
+            layer.mlp.down_proj.register_forward_hook(count)
+        gram.block(PROMPT, random_continuations(0, LENGTHS))
+        return most
+
+    assert most_alive(False) == 6 and most_alive(True) <= 2
+
+
+def test_a_model_without_checkpointable_layers_is_refused_in_one_line():
+    with pytest.raises(UserError, match="checkpoint"):
+        ScoreGram(nn.Linear(2, 2), LAW, gradient_checkpointing=True)
+
+
+def test_an_input_changed_in_place_after_it_was_read_is_measured_by_the_fallback(capsys):
+    class Shift(nn.Module):  # needs nothing of its input for its gradient, so autograd does not mind
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.full((48,), 0.1, dtype=torch.float64))
+
+        def forward(self, x):
+            return x + self.shift
+
+    class Careless(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer, self.shift = layer, Shift()
+
+        def forward(self, x):
+            x = self.layer(x)
+            out = self.shift(x)
+            x.mul_(2.0)
+            return out
+
+    model = tiny_model("qwen2")
+    model.model.layers[0].mlp.up_proj = Careless(model.model.layers[0].mlp.up_proj)
+    assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
+    assert "shift.shift" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("budget", [1, 3000])
 def test_chunks_of_any_size_give_the_same_gram(budget):
     model = tiny_model("qwen2", tie_word_embeddings=True)
@@ -145,12 +247,49 @@ def test_chunks_of_any_size_give_the_same_gram(budget):
     np.testing.assert_allclose(parts, whole, rtol=1e-12)
 
 
-def test_the_two_ways_to_contract_a_linear_layer_agree():
-    a, b = (torch.randn(3, 4, d, dtype=torch.float64, generator=torch.Generator().manual_seed(d)) for d in (5, 6))
+@pytest.mark.parametrize("batch", [3, 50])  # 50: two halves
+@pytest.mark.parametrize("budget", [1, 64, 2**20])
+def test_the_three_ways_to_contract_a_linear_layer_agree(batch, budget):
+    a, b = (torch.randn(batch, 6, d, dtype=torch.float64, generator=torch.Generator().manual_seed(d)) for d in (5, 7))
     b[1, 2:] = 0
-    truth = torch.einsum("bto,bti->boi", b, a).flatten(1)
-    for contract in (gram_rules.ghost_gram, gram_rules.materialised_gram):
-        torch.testing.assert_close(contract(gram_rules.Outer(a, b), 64), truth @ truth.T)
+    for shared in (0, 1, 4, 6):
+        a[:, :shared] = a[:1, :shared]
+        truth = torch.einsum("bto,bti->boi", b, a).flatten(1)
+        truth = truth @ truth.T
+        use = outer_gram.Outer(a, b, shared=shared)
+        for contract in (outer_gram.ghost_gram, outer_gram.materialised_gram, outer_gram.outer_gram):
+            torch.testing.assert_close(contract(use, budget), truth)
+        rest = outer_gram.Outer(a[:, shared:], b[:, shared:])
+        apart = outer_gram.materialised_gram(rest, budget) + (outer_gram.shared_gram(use, budget) if shared else 0)
+        torch.testing.assert_close(apart, truth)
+
+
+def test_a_vocabulary_most_of_which_has_no_gradient_changes_nothing():
+    a, b = (torch.randn(3, 4, d, dtype=torch.float64, generator=torch.Generator().manual_seed(d)) for d in (5, 60))
+    b[..., 10:55] = 0
+    use = outer_gram.Outer(a, b)
+    torch.testing.assert_close(outer_gram.ghost_gram(use, 64), outer_gram.materialised_gram(use, 64))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+@pytest.mark.parametrize("prompt", [[3], [4] * 40])
+def test_prompts_short_and_long_are_shared_without_changing_the_gram(family, prompt):
+    assert relative_error(tiny_model(family), random_continuations(0, LENGTHS), prompt=prompt) < 1e-9
+
+
+def test_the_audit_shares_nothing_and_so_finds_a_model_that_looks_ahead():
+    class LooksAhead(nn.Module):  # every position sees the mean of all
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x + x.mean(1, keepdim=True))
+
+    model = tiny_model("qwen2")
+    model.model.layers[0].mlp = LooksAhead(model.model.layers[0].mlp)
+    with pytest.raises(UserError, match="is off by"):
+        ScoreGram(model, LAW).audit(PROMPT, random_continuations(0, LENGTHS))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])

@@ -1,0 +1,137 @@
+"""Arithmetic over a whole vocabulary that sampling.py needs: the nucleus, one token's log-prob, the inverse CDF.
+
+A vocabulary has 50,000 to 250,000 entries and each is touched per token drawn or scored, so what counts here is how
+often a row of logits is read: never sorted where a few of its largest entries decide, never copied in float64.
+"""
+
+from __future__ import annotations
+
+import torch
+
+SLICE = 2**25  # logits worked on at a time
+FIRST = (128, 2048)  # on a CPU the nucleus is looked for among so many of the likeliest tokens before a full sort
+BLOCK = 256  # the inverse CDF finds a block of so many tokens first
+
+
+def _float(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The tokens that top_p leaves → bool (..., vocabulary), of ``logits`` (..., vocabulary).
+
+    The least likely tokens go as long as their summed probability is at most 1 - top_p, never the last one; of
+    equally likely tokens the lower id goes first.
+    """
+    rows = logits.reshape(-1, logits.shape[-1])
+    parts = rows.split(max(1, SLICE // rows.shape[-1]))
+    return torch.cat([_nucleus(part, top_p) for part in parts]).view(logits.shape)
+
+
+def _nucleus(rows: torch.Tensor, top_p: float) -> torch.Tensor:
+    if rows.device.type != "cpu":  # a GPU sorts fast, and asking which rows are undecided would make the host wait
+        return _nucleus_by_sort(rows, top_p)
+    kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
+    undecided = torch.arange(len(rows))
+    log_total = rows.logsumexp(-1, keepdim=True)
+    for k in FIRST:
+        if 4 * k > rows.shape[1] or len(undecided) == 0:
+            break
+        part = rows if len(undecided) == len(rows) else rows[undecided]
+        found, decided = _nucleus_of_first(part, log_total[undecided], top_p, k)
+        kept[undecided[decided]] = found[decided]
+        undecided = undecided[~decided]
+    if len(undecided):
+        kept[undecided] = _nucleus_by_sort(rows[undecided], top_p)
+    return kept
+
+
+def _nucleus_of_first(rows, log_total, top_p: float, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens kept, rows in which the k likeliest tokens decide them).
+
+    Likeliest first, a token stays while those before it have less than top_p. Ties at the edge are left to the sort.
+    """
+    values = torch.topk(rows, k, dim=-1).values
+    p = (values - log_total).double().exp()
+    count = ((p.cumsum(-1) - p) < top_p).sum(-1, keepdim=True)
+    kept = rows >= values.gather(-1, count - 1)
+    return kept, (count.squeeze(-1) < k) & (kept.sum(-1) == count.squeeze(-1))
+
+
+def _nucleus_by_sort(rows: torch.Tensor, top_p: float) -> torch.Tensor:
+    ascending, order = torch.sort(rows, dim=-1, stable=True)
+    dropped = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - top_p
+    dropped[..., -1] = False
+    return torch.empty_like(dropped).scatter(-1, order, ~dropped)
+
+
+class TokenLogProb(torch.autograd.Function):
+    """(logits (n, vocabulary), tokens (n,), removed (n, vocabulary) or None, temperature) → log-probs (n,).
+
+    The log-softmax of logits / temperature over what is not removed, at the tokens, in float32 or better. Nothing of
+    the logits' size is kept for the backward pass but the logits, and its only new tensor is their gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, tokens, removed, temperature: float):
+        log_total = torch.empty(len(tokens), dtype=_float(logits[:0]).dtype, device=logits.device)
+        chosen = _float(logits.gather(1, tokens.unsqueeze(1)).squeeze(1)) / temperature
+        for part in _row_slices(logits):
+            log_total[part] = _scaled(logits, removed, temperature, part).logsumexp(-1)
+        ctx.save_for_backward(logits, tokens, removed, log_total)
+        ctx.temperature = temperature
+        return chosen - log_total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        logits, tokens, removed, log_total = ctx.saved_tensors
+        by_logits = torch.empty_like(logits)
+        scale = gradient.unsqueeze(1) / ctx.temperature
+        for part in _row_slices(logits):
+            p = (_scaled(logits, removed, ctx.temperature, part) - log_total[part].unsqueeze(1)).exp_()
+            p.mul_(-scale[part]).scatter_add_(1, tokens[part].unsqueeze(1), scale[part])
+            by_logits[part] = p
+        return by_logits, None, None, None
+
+
+def _row_slices(logits: torch.Tensor) -> list[slice]:
+    step = max(1, SLICE // (8 * logits.shape[-1]))
+    return [slice(start, start + step) for start in range(0, len(logits), step)]
+
+
+def _scaled(logits, removed, temperature: float, part: slice) -> torch.Tensor:
+    x = _float(logits[part])
+    if temperature != 1.0:
+        x = x / temperature
+    return x if removed is None else x.masked_fill(removed[part], -torch.inf)
+
+
+def inverse_cdf(logits: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits (n, vocabulary), u (n,) float64 in [0, 1) → token ids (n,) and whether all logits were sound, a bool ().
+
+    The first token whose cumulated probability exceeds u, found by blocks of tokens and then inside one block;
+    probabilities of exactly 0 are never drawn. Sound: no logit is nan or +inf, and not all of a row are -inf.
+    """
+    n, vocabulary = logits.shape
+    weight = (logits - logits.amax(-1, keepdim=True)).exp_()
+    whole = vocabulary // BLOCK * BLOCK
+    sums = [weight[:, :whole].view(n, -1, BLOCK).sum(-1, dtype=torch.float64)] if whole else []
+    if whole < vocabulary:
+        sums.append(weight[:, whole:].sum(-1, keepdim=True, dtype=torch.float64))
+    sums = torch.cat(sums, 1)
+    cumulated = sums.cumsum(-1)
+    target = _below(u * cumulated[:, -1], cumulated[:, -1]).unsqueeze(1)
+    block = torch.searchsorted(cumulated, target, right=True).clamp(max=sums.shape[1] - 1)
+    tokens = block * BLOCK + torch.arange(min(BLOCK, vocabulary), device=logits.device)
+    inside = weight.gather(1, tokens.clamp(max=vocabulary - 1)).double().masked_fill_(tokens >= vocabulary, 0.0)
+    inside = inside.cumsum(-1)
+    # Rounding must lead to no token of weight 0: below 0 the first, above the sum none.
+    rest = (target - (cumulated.gather(1, block) - sums.gather(1, block))).clamp(min=0.0)
+    place = torch.searchsorted(inside, _below(rest, inside[:, -1:]), right=True)
+    drawn = (block * BLOCK + place).squeeze(1).clamp(max=vocabulary - 1)  # what is not sound is the caller's to report
+    return drawn, torch.isfinite(cumulated[:, -1]).all()
+
+
+def _below(x: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:
+    """x, or the number just below ``bound`` (> 0) where x is not below it."""
+    return torch.minimum(x, torch.nextafter(bound, torch.zeros_like(bound)))
