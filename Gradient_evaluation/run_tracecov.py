@@ -169,7 +169,8 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> i
     tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
     model = load_model(args.model, args.revision, processes.device, dtype, args.trust_remote_code)
     processes.from_first(begin, plan, args, fingerprint(model))
-    gram = ScoreGram(model, law_of(args), args.scoring, args.gram_memory * 2**20, args.params, args.sketch_dim)
+    gram = ScoreGram(model, law_of(args), args.scoring, args.gram_memory * 2**20, args.params, args.sketch_dim,
+                     gradient_checkpointing=args.gradient_checkpointing)
     limit_memory(args.max_memory, processes.device)
     measurement = Measurement(model, tokenizer, gram, args)
     done = len(plan.chosen) - len(plan.todo)

@@ -331,6 +331,17 @@ def test_with_less_memory_blocks_and_batches_shrink_and_the_results_say_so(polic
         np.testing.assert_allclose(small.log_probs, whole.log_probs, rtol=1e-9)
 
 
+def test_gradient_checkpointing_changes_no_number_and_may_be_switched_when_continuing(policy, table, undisturbed, tmp_path):  # noqa: F811
+    out = shutil.copytree(undisturbed, tmp_path / "copy")
+    redone = sorted((out / "grams").glob("[0-9a-f]*.npz"))[:2]
+    for path in redone:
+        path.unlink()
+    assert call(run_tracecov, *tracecov_flags(policy, table, out)[1:], "--gradient_checkpointing")[0] == 0
+    for path in redone:
+        again, before = gram_store.load(path), gram_store.load(undisturbed / "grams" / path.name)
+        np.testing.assert_allclose(again.grams, before.grams, rtol=1e-12)
+
+
 def test_max_memory_makes_the_real_allocator_refuse_and_the_run_go_on(tmp_path):
     """A vocabulary of 50,000 and 2,048 continuations at a time: over 1 GiB of logits and their cumulative sums."""
     folder = tmp_path / "wide"
