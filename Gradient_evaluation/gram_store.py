@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,9 @@ import numpy as np
 
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.durable_files import write_bytes_atomic
+
+# What reading a file that is no Gram file, or a damaged one, may raise.
+DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, IndexError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
 @dataclass(frozen=True)
@@ -82,12 +87,14 @@ def load(path: Path) -> GramRecord:
         sizes = data["block_sizes"].tolist()
         pieces = np.split(data["grams"], np.cumsum([size * size for size in sizes])[:-1])
         grams = [piece.reshape(size, size) for piece, size in zip(pieces, sizes)]
+        if not all(np.isfinite(data[name]).all() for name in ("grams", "rewards", "lengths", "log_probs")):
+            raise ValueError("not finite")
         return GramRecord(**about, rewards=data["rewards"], lengths=data["lengths"], log_probs=data["log_probs"],
                           grams=grams, module_moments=data.get("module_moments"), sketch=data.get("sketch"),
                           sketch_layout=data.get("sketch_layout"))
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None
-    except (OSError, ValueError, KeyError, TypeError, EOFError) as error:
+    except DAMAGE as error:
         raise UserError(f"{path}: not a Gram file of this toolkit ({type(error).__name__}); delete it and run "
                         "run_tracecov.py again") from None
 
@@ -102,7 +109,7 @@ def load_all(folder: Path) -> Iterator[GramRecord]:
         try:
             with np.load(path, allow_pickle=False) as file:
                 order.append((json.loads(str(file["about"]))["index"], path))
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"{path}: not a Gram file of this toolkit ({type(error).__name__})") from None
+        except DAMAGE as error:
+            raise UserError(f"{path}: not a Gram file of this toolkit ({type(error).__name__}); remove it") from None
     for _, path in sorted(order):
         yield load(path)

@@ -1,12 +1,18 @@
 """Nothing lost: runs that are stopped, repeated, doubled, starved of disk or memory, or shared by several processes."""
 
+import contextlib
+import fcntl
 import json
 import os
 import pickle
+import pty
+import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import numpy as np
@@ -284,6 +290,29 @@ def test_a_process_that_fails_fails_the_job_by_name_and_the_rest_is_kept(policy,
     assert kept and all(json.loads(line)["prompt"] != "123123" for path in kept for line in path.read_text().splitlines())
 
 
+# ------------------------------------------------------------------------------------------------ progress
+
+
+@pytest.mark.parametrize("script", ["oracle", "tracecov"])
+def test_progress_is_shown_on_a_terminal_alone(policy, problems, table, tmp_path, script):  # noqa: F811
+    flags = {"oracle": oracle_flags(policy, problems, tmp_path), "tracecov": tracecov_flags(policy, table, tmp_path)}[script]
+    terminal, inside = pty.openpty()
+    fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
+    process = subprocess.Popen([sys.executable, *map(str, flags)], stdout=subprocess.PIPE, stderr=inside,
+                               env={**os.environ, "OMP_NUM_THREADS": "1"})
+    os.close(inside)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal is gone once its last writer is
+        while data := os.read(terminal, 4096):
+            shown += data
+    os.close(terminal)
+    assert process.wait() == 0 and process.stdout.read()
+    process.stdout.close()
+    mean = "mean V" if script == "oracle" else "mean reward"
+    assert re.search(rf"/5 \[.*<.*, [\d,]+ continuations/s, {mean} [\d.]+\]", shown.decode()), shown
+    assert ended(start([*flags, "--overwrite"]))[2] == ""
+
+
 # ------------------------------------------------------------------------------------------------ memory
 
 
@@ -458,3 +487,27 @@ def test_a_folder_that_cannot_be_made_is_one_line_before_any_work(policy, proble
     (tmp_path / "file").touch()
     one_line_error(oracle(policy, problems, tmp_path / "file" / "out", capsys=capsys), "cannot create this folder")
     one_line_error(tracecov(policy, table, tmp_path / "file" / "out", capsys=capsys), "cannot create this folder")
+
+
+def test_a_damaged_gram_file_is_named_and_never_averaged_in(policy, table, undisturbed, tmp_path, capsys):  # noqa: F811
+    out = shutil.copytree(undisturbed, tmp_path / "copy")
+    (out / RESULTS).unlink()
+    path = sorted((out / "grams").glob("[0-9a-f]*.npz"))[2]
+    whole = path.read_bytes()
+    damaged = [whole[:cut] for cut in range(0, len(whole), len(whole) // 30)]
+    damaged += [whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1:] for at in range(0, len(whole), len(whole) // 30)]
+    refused = 0
+    for data in damaged:
+        path.write_bytes(data)
+        code, _, err = call(run_tracecov, *tracecov_flags(policy, table, out)[1:], capsys=capsys)
+        if code:  # some bytes of an archive are padding or dates
+            one_line_error((code, "", err), path.name)
+            refused += 1
+    assert refused > 45
+    path.write_bytes(whole)
+    arrays = dict(np.load(path))
+    arrays["grams"][3] = np.nan
+    np.savez(path, **arrays)
+    outcome = call(run_tracecov, "--from_grams", out / "grams", "--K_list", 4, "--save_json", tmp_path / "b", capsys=capsys)
+    one_line_error(outcome, path.name)
+    assert not (tmp_path / "b" / RESULTS).exists()

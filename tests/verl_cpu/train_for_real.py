@@ -30,7 +30,11 @@ from plots.training_logs import load_runs  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 LIMIT = 3600  # seconds for one start of the launcher, on a busy machine
-LAW = ["--temperature", "1.0", "--top_p", "1.0", "--max_new_tokens", "24"]  # what VERL samples from
+# The model knows products and quotients, and at temperature 2 says them with doubt: what a few steps can learn. At
+# temperature 1 on all kinds, 32 steps moved nothing beyond noise (0.2225 to 0.2213).
+KINDS = ("multiplication", "division")
+TEMPERATURE = "2.0"
+LAW = ["--temperature", TEMPERATURE, "--top_p", "1.0", "--max_new_tokens", "24"]  # what VERL samples from
 
 
 def command_line(*parts) -> None:
@@ -38,9 +42,12 @@ def command_line(*parts) -> None:
     subprocess.run([sys.executable, *map(str, parts)], check=True, cwd=ROOT)
 
 
-def make_data(out: Path, model: Path, train: int, val: int) -> None:
+def make_data(out: Path, model: Path, drawn: int, val: int) -> None:
+    """Train and validation parquet from those of ``drawn`` problems that are of ``KINDS``."""
     problems = out / "problems.jsonl"
-    command_line("data/make_arithmetic.py", "--n", train + val, "--seed", 7, "--out", problems)
+    command_line("data/make_arithmetic.py", "--n", drawn, "--seed", 7, "--out", problems)
+    kept = [line for line in problems.read_text().splitlines() if json.loads(line)["kind"] in KINDS]
+    problems.write_text("".join(line + "\n" for line in kept))
     command_line("data/prepare_parquet.py", "arithmetic", "--train", problems, "--val_size", val, "--model", model,
                  "--max_prompt_length", 96, "--out_dir", out / "the data")  # fmt: skip
 
@@ -61,12 +68,14 @@ def launcher(out: Path, model: Path, env: Path, steps: int) -> tuple[list[str], 
     flags = {
         "env": env, "model": model, "train_files": data / "train.parquet", "val_files": data / "val.parquet",
         "run_dir": out / "the run", "experiment": "tiny_g8_seed0", "group_size": 8, "budget": 256,
-        "update_budget": 128, "epoch_budget": 8, "learning_rate": 3e-4, "max_prompt_length": 96,
+        "update_budget": 128, "epoch_budget": 64, "learning_rate": 3e-4, "max_prompt_length": 96,
         "max_response_length": 24, "gpus_per_node": 1, "micro_batch_size": 128, "log_prob_micro_batch_size": 256,
         "save_freq": 8, "test_freq": 8,
     }  # fmt: skip
     settings = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    passed = ["--", *overrides, f"trainer.total_training_steps={steps}"]
+    passed = ["--", *overrides, f"trainer.total_training_steps={steps}",
+              f"actor_rollout_ref.rollout.temperature={TEMPERATURE}",
+              f"actor_rollout_ref.rollout.val_kwargs.temperature={TEMPERATURE}"]  # fmt: skip
     environment = {
         **{name: text for name, text in os.environ.items() if not name.startswith(("WANDB", "RAY", "VERL"))},
         "PYTHONPATH": str(HERE), "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform",
@@ -165,7 +174,7 @@ def main() -> None:
     parser.add_argument("--env", type=Path, required=True, help="environment with requirements.txt of this folder")
     parser.add_argument("--model", type=Path, default=ROOT / "data" / "tiny_model", help="start (data/tiny_model)")
     parser.add_argument("--out_dir", type=Path, default=ROOT / "outputs" / "verl_cpu" / "run", help="emptied first")
-    parser.add_argument("--steps", type=integer(9), default=32, help="training steps (%(default)s)")
+    parser.add_argument("--steps", type=integer(9), default=40, help="training steps (%(default)s)")
     flags = parser.parse_args()
     out, env, model = flags.out_dir.absolute(), flags.env.absolute(), flags.model.absolute()
     if not (env / "bin" / "python").exists():
@@ -174,7 +183,7 @@ def main() -> None:
     out.mkdir(parents=True)
     started, run_dir, saved = time.monotonic(), out / "the run", 8
 
-    make_data(out, model, train=32 * flags.steps, val=200)
+    make_data(out, model, drawn=600, val=80)
     before = mean_value(model, out)
     command, environment = launcher(out, model, env, flags.steps)
     first = train_and_kill(command, environment, run_dir, after=saved + 2)
