@@ -35,7 +35,7 @@ from Gradient_evaluation.models import (check_prompt_length, fingerprint, load_m
 from Gradient_evaluation.run_files import (at_row, check_fingerprint, check_identity, output_folder,  # noqa: E402
                                            read_identity)
 from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
-from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
+from Gradient_evaluation.score_gram import GRAM_DTYPES, ScoreGram  # noqa: E402
 from Gradient_evaluation.sketch_weights import sketch_weights, sketched_names  # noqa: E402
 from Gradient_evaluation.tables import check_ground_truths, check_law, load_oracle_table  # noqa: E402
 from Gradient_evaluation.tracecov_results import report, versions, write_results  # noqa: E402
@@ -57,6 +57,8 @@ def parse_args():
     parser.add_argument("--block_size", type=integer(4),
                         help="continuations per Gram, at least 4; less takes less memory (max(K_list), twice that for some --estimators)")
     parser.add_argument("--gram_memory", type=integer(1), default=64, help="MiB of a temporary in a Gram (%(default)s)")
+    parser.add_argument("--gram_dtype", choices=list(GRAM_DTYPES), default="float32",
+                        help="of the products in a Gram; bfloat16 is faster where the hardware has it (%(default)s)")
     parser.add_argument("--estimators", nargs="+", default=[], metavar="NAME",
                         help=f"more estimators to compare: {', '.join(ESTIMATORS)}; all for every one")
     parser.add_argument("--scoring", choices=["exact", "published"], default="exact",
@@ -160,7 +162,7 @@ def measure_all(args, chosen: list, sizes: list[int], grams: Path, device) -> di
     dtype = resolve_dtype(args.dtype, device)
     identity = {**law_record(args), "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
                 "params": args.params, "by_layer": args.by_layer, "sketch_dim": args.sketch_dim,
-                "greedy": "greedy" in args.estimators,
+                "greedy": "greedy" in args.estimators, "gram_dtype": args.gram_dtype,
                 "sketched": sketched_names(args.estimators) if args.sketch_dim else [], "dtype": str(dtype).split(".")[-1]}
     tokenizer = load_tokenizer(args.model, args.revision)
     prompts = [at_row(row, format_prompt, tokenizer, row.prompt) for _, row in chosen]
@@ -173,7 +175,8 @@ def measure_all(args, chosen: list, sizes: list[int], grams: Path, device) -> di
                                  args.oracle_table, "make the table again, or pass --allow_mismatch")
     check_identity(grams / "run.json", identity, args.overwrite)
 
-    gram = ScoreGram(model, law_of(args), args.scoring, args.gram_memory * 2**20, args.params, args.sketch_dim)
+    gram = ScoreGram(model, law_of(args), args.scoring, args.gram_memory * 2**20, args.params, args.sketch_dim,
+                     gram_dtype=args.gram_dtype)
     audit = None
     progress = tqdm(list(zip(chosen, prompts)), unit="prompt", disable=args.quiet or not sys.stderr.isatty())
     for (place, row), prompt_ids in progress:

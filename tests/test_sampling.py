@@ -7,6 +7,7 @@ from tiny_models import enumerable_policy, enumerate_outcomes, tiny_model, tiny_
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from Gradient_evaluation import vocabulary
+from Gradient_evaluation.growing_cache import GrowingLayer, let_grow
 from Gradient_evaluation.sampling import (SamplingLaw, eos_token_ids, kept_tokens, log_probs, sample_continuations,
                                           uniforms)
 
@@ -63,6 +64,25 @@ def test_continuations_do_not_depend_on_the_batch_size(family):
     assert one == draw(model, law, 33, batch_size=33, tokenizer=tokenizer)
     assert one == draw(model, law, 33, batch_size=7, tokenizer=tokenizer)
     assert len({len(c.tokens) for c in one}) > 2  # rows did end at different times
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_a_growing_cache_holds_what_the_cache_of_transformers_holds(family):
+    model = tiny_model(family)
+    caches = [model(input_ids=torch.tensor([PROMPT])).past_key_values for _ in range(2)]
+    for cache in caches:
+        cache.reorder_cache(torch.zeros(4, dtype=torch.int64))
+    let_grow(caches[0], 6)
+    for step in range(5):  # beyond the room of 6 too
+        tokens = torch.arange(len(caches[0].layers[0].keys))[:, None] + step
+        logits = [model(input_ids=tokens, past_key_values=cache).logits for cache in caches]
+        assert (logits[0] == logits[1]).all()
+        if step == 1:
+            for cache in caches:
+                cache.reorder_cache(torch.tensor([3, 1]))
+    for grown, plain in zip(caches[0].layers, caches[1].layers):
+        assert isinstance(grown, GrowingLayer) and grown.get_seq_length() == plain.get_seq_length() == 8
+        assert (grown.keys == plain.keys).all() and (grown.values == plain.values).all()
 
 
 @pytest.mark.parametrize("family,settings", [("mamba", {}), ("jamba", dict(attn_layer_period=2, attn_layer_offset=1,
