@@ -49,6 +49,10 @@ def parse_args():
     parser.add_argument("--blocks", nargs="+", type=integer(4), default=[16, 64], help="block sizes (%(default)s)")
     parser.add_argument("--repeats", type=integer(1), default=3, help="(%(default)s)")
     parser.add_argument("--threads", type=integer(1), help="of torch (all cores)")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall",
+                        help="cpu, with --threads 1: time of this process alone, for a machine others use (%(default)s)")
+    parser.add_argument("--K_list", nargs="+", type=integer(2), default=list(K_LIST), help="of the sweep (4 to 64)")
+    parser.add_argument("--without_3_backwards", action="store_true", help="leave the longest comparison out")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="float32")
     parser.add_argument("--gram_dtype", choices=["float32", "bfloat16"], default="float32")
@@ -103,7 +107,7 @@ def sampling(subject: Subject, args) -> dict:
     works = {"ours": lambda: subject.sample(64),
              "generate": lambda: generate(subject.model, subject.prompt_ids, 64, LAW, subject.eos)}
     lengths = [len(c.tokens) for c in subject.sample(64)]
-    return summary(interleaved(works, args.repeats, subject.device), "ours") | {"mean_length": float(np.mean(lengths))}
+    return summary(interleaved(works, args.repeats, subject.device, args.clock), "ours") | {"mean_length": float(np.mean(lengths))}
 
 
 def gram(subject: Subject, args) -> dict:
@@ -117,24 +121,26 @@ def gram(subject: Subject, args) -> dict:
         works = {"block": lambda: grams.block(subject.prompt_ids, continuations),
                  "forward_backward": lambda: ordinary_passes(*passes, 1),
                  "forward_3_backwards": lambda: ordinary_passes(*passes, 3)}
-        times = summary(interleaved(works, args.repeats, subject.device), "block")
+        if args.without_3_backwards:
+            del works["forward_3_backwards"]
+        times = summary(interleaved(works, args.repeats, subject.device, args.clock), "block")
         rate = counter.get_total_flops() / times["median_seconds"]["block"]
-        peak = matmul_flops_per_second(subject.device, next(subject.model.parameters()).dtype)
+        peak = matmul_flops_per_second(subject.device, next(subject.model.parameters()).dtype, args.clock)
         found[str(size)] = times | {"flops": counter.get_total_flops(), "flops_per_second": rate,
                                     "matmul_flops_per_second": peak, "share_of_matmul": rate / peak}
     return found
 
 
-def our_sweep(subject: Subject, grams: ScoreGram) -> None:
-    """Every K of K_LIST at M = 1: one set of max(K) continuations, one block."""
-    drawn = subject.sample(max(K_LIST))
+def our_sweep(subject: Subject, grams: ScoreGram, sizes: list[int]) -> None:
+    """Every K at M = 1: one set of max(K) continuations, one block."""
+    drawn = subject.sample(max(sizes))
     subject.rewards(drawn)
     grams.block(subject.prompt_ids, drawn)
 
 
-def published_sweep(subject: Subject, traces: RunningTraces) -> None:
-    """Every K of K_LIST at M = 1: a fresh group for each."""
-    for size in K_LIST:
+def published_sweep(subject: Subject, traces: RunningTraces, sizes: list[int]) -> None:
+    """Every K at M = 1: a fresh group for each."""
+    for size in sizes:
         group = generate(subject.model, subject.prompt_ids, size, LAW, subject.eos)
         traces.add(subject.prompt_ids, group, subject.rewards(group), 0.5, LAW)
 
@@ -142,8 +148,10 @@ def published_sweep(subject: Subject, traces: RunningTraces) -> None:
 def sweep(subject: Subject, args) -> dict:
     """Cost per prompt and per unit of M of the whole sweep, both protocols."""
     grams, traces = subject.gram(), RunningTraces(subject.model)
-    works = {"ours": lambda: our_sweep(subject, grams), "published": lambda: published_sweep(subject, traces)}
-    return summary(interleaved(works, max(1, args.repeats // 3), subject.device), "ours")
+    works = {"ours": lambda: our_sweep(subject, grams, args.K_list),
+             "published": lambda: published_sweep(subject, traces, args.K_list)}
+    times = interleaved(works, max(1, args.repeats // 3), subject.device, args.clock)
+    return summary(times, "ours") | {"K_list": args.K_list}
 
 
 def peak_of(kind: str, args) -> None:
@@ -241,7 +249,7 @@ def table(results: dict) -> str:
                 line(key, f"{part} against {theirs}, s", median["ours"], median[theirs], found[part]["over_ours"][theirs])
         for size, times in found.get("gram", {}).items():
             median = times["median_seconds"]
-            for theirs in ("forward_backward", "forward_3_backwards"):
+            for theirs in times["over_ours"]:
                 line(key, f"block of {size} over {theirs}, s", median["block"], median[theirs],
                      1 / times["over_ours"][theirs])
             line(key, f"block of {size}, GFLOP/s over a matrix product's", times["flops_per_second"] / 1e9,
@@ -270,7 +278,8 @@ def main() -> None:
     results = json.loads(args.out.read_text()) if args.out.exists() else {"subjects": {}}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if not args.plot:
-        results["machine"] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "dtype": args.dtype}
+        results["machine"] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "dtype": args.dtype,
+                              "clock": args.clock}
         for name in args.model:
             for prompt_kind in args.prompts:
                 if set(args.parts) - {"growth"}:

@@ -38,21 +38,26 @@ def smollm2() -> Path:
     return folder
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Wall time of one call, a GPU's work included."""
-    start = time.perf_counter()
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def seconds(work: Callable[[], object], device: torch.device, clock: str = "wall") -> float:
+    """Time of one call, a GPU's work included. cpu: this process' own, which with one thread other work does not
+    lengthen (but for the caches)."""
+    start = CLOCKS[clock]()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - start
+    return CLOCKS[clock]() - start
 
 
-def interleaved(works: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
+def interleaved(works: dict[str, Callable[[], object]], repeats: int, device: torch.device,
+                clock: str = "wall") -> dict[str, list[float]]:
     """{name: seconds of every repeat}, all works once per repeat in turn, so that a busy machine hits them alike."""
     times = {name: [] for name in works}
     for _ in range(repeats):
         for name, work in works.items():
-            times[name].append(seconds(work, device))
+            times[name].append(seconds(work, device, clock))
     return times
 
 
@@ -64,10 +69,10 @@ def summary(times: dict[str, list[float]], ours: str) -> dict:
             "over_ours": ratios, "seconds": times, "load": os.getloadavg()[0]}
 
 
-def matmul_flops_per_second(device: torch.device, dtype: torch.dtype, size: int = 1536) -> float:
+def matmul_flops_per_second(device: torch.device, dtype: torch.dtype, clock: str, size: int = 1536) -> float:
     """The best of several large matrix products, in multiplications and additions per second."""
     x = torch.randn(size, size, device=device, dtype=dtype)
-    return 2 * size**3 / min(seconds(lambda: x @ x, device) for _ in range(6))
+    return 2 * size**3 / min(seconds(lambda: x @ x, device, clock) for _ in range(6))
 
 
 def peak_memory(arguments: list[str]) -> int:

@@ -168,6 +168,14 @@ def test_a_draw_is_the_first_token_whose_cumulated_probability_exceeds_u(monkeyp
     assert (logits[torch.arange(500), drawn] > -torch.inf).all() and drawn[0] == 0 and drawn[1] == 0
 
 
+def test_no_rounding_draws_a_token_of_probability_zero():
+    logits = torch.randn(2000, 700, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[:, :3] = logits[:, 250:260] = logits[:, 500:] = -torch.inf
+    for u in (0.0, 1 - 2.0**-53):
+        drawn, _ = vocabulary.inverse_cdf(logits, torch.full((2000,), u, dtype=torch.float64))
+        assert (logits.gather(1, drawn.unsqueeze(1)) > -torch.inf).all()
+
+
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_logits_that_are_not_sound_are_noticed_and_minus_infinity_is(bad):
     logits, u = torch.zeros(3, 600), torch.full((3,), 0.5, dtype=torch.float64)
