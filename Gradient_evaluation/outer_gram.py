@@ -21,6 +21,7 @@ import torch
 
 CACHE = 2**20  # bytes of a chunk on a CPU: written and read again before it leaves the cache
 HALVES_FROM = 48  # samples from which a product of two halves beats the whole on a CPU
+WIDE = 8  # outputs per input from which columns without a gradient are looked for
 GHOST_ROWS = 256  # positions at a time in a ghost product
 
 
@@ -135,11 +136,12 @@ def ghost_gram(use: Outer, budget: int, dtype: torch.dtype | None = None) -> tor
     batch, length, _ = use.a.shape
     a, b = widen(use.a, dtype).flatten(0, 1), widen(use.b, dtype).flatten(0, 1)
     used = b != 0
-    live, columns = used.any(1).nonzero().squeeze(1), used.any(0).nonzero().squeeze(1)
+    live = used.any(1).nonzero().squeeze(1)
+    if b.shape[1] > WIDE * a.shape[1]:  # a head: top_p and top_k leave most of a vocabulary without a gradient
+        columns = used.any(0).nonzero().squeeze(1)
+        b = b[:, columns] if 2 * len(columns) < b.shape[1] else b
     if len(live) < len(b):
         a, b = a[live], b[live]
-    if 2 * len(columns) < b.shape[1]:  # top_p and top_k leave most of a vocabulary without a gradient
-        b = b[:, columns]
     to_sample = torch.zeros(len(live), batch, dtype=torch.promote_types(a.dtype, torch.float32), device=a.device)
     to_sample[torch.arange(len(live), device=a.device), live // length] = 1.0
     diagonal, upper = torch.zeros(2, batch, batch, dtype=torch.float64, device=a.device)

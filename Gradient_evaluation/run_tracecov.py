@@ -42,7 +42,7 @@ from Gradient_evaluation.prompt_measurement import Measurement, block_sizes, pla
 from Gradient_evaluation.run_files import (CHECKS, IDENTITY, check_fingerprint, check_identity,  # noqa: E402
                                            only_writer, output_folder, read_checks, read_identity, refuse_difference,
                                            saved_on_interrupt)
-from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
+from Gradient_evaluation.score_gram import GRAM_DTYPES, ScoreGram  # noqa: E402
 from Gradient_evaluation.sketch_weights import sketched_names  # noqa: E402
 from Gradient_evaluation.tables import Row, check_ground_truths, check_law, load_oracle_table  # noqa: E402
 from Gradient_evaluation.tracecov_results import (finished_results, report, results_path, versions,  # noqa: E402
@@ -64,6 +64,8 @@ def parse_args():
     parser.add_argument("--block_size", type=integer(4),
                         help="continuations per Gram, at least 4; less takes less memory (max(K_list), twice that for some --estimators)")
     parser.add_argument("--gram_memory", type=integer(1), default=64, help="MiB of a temporary in a Gram (%(default)s)")
+    parser.add_argument("--gram_dtype", choices=list(GRAM_DTYPES), default="float32",
+                        help="of the products in a Gram; bfloat16 is faster where the hardware has it (%(default)s)")
     parser.add_argument("--estimators", nargs="+", default=[], metavar="NAME",
                         help=f"more estimators to compare: {', '.join(ESTIMATORS)}; all for every one")
     parser.add_argument("--gradient_checkpointing", action="store_true",
@@ -131,7 +133,7 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     sizes = block_sizes(args.M * args.K_list[-1], planned_block_size(args))
     identity = {**law_record(args), "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
                 "params": args.params, "by_layer": args.by_layer, "sketch_dim": args.sketch_dim,
-                "greedy": "greedy" in args.estimators, "sketched": sketched,
+                "greedy": "greedy" in args.estimators, "gram_dtype": args.gram_dtype, "sketched": sketched,
                 "sketched_at": args.K_list[-1] if len(sketched) > 1 else None, "dtype": str(dtype).split(".")[-1]}
     chosen, n_long = choose_rows(args)
     grams = output_folder(args.save_json) / "grams"
@@ -170,7 +172,7 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> i
     model = load_model(args.model, args.revision, processes.device, dtype, args.trust_remote_code)
     processes.from_first(begin, plan, args, fingerprint(model))
     gram = ScoreGram(model, law_of(args), args.scoring, args.gram_memory * 2**20, args.params, args.sketch_dim,
-                     gradient_checkpointing=args.gradient_checkpointing)
+                     gradient_checkpointing=args.gradient_checkpointing, gram_dtype=args.gram_dtype)
     limit_memory(args.max_memory, processes.device)
     measurement = Measurement(model, tokenizer, gram, args)
     done = len(plan.chosen) - len(plan.todo)

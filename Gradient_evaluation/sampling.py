@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
+from Gradient_evaluation.growing_cache import let_grow
 from Gradient_evaluation.vocabulary import TokenLogProb, inverse_cdf, nucleus
 
 COMPACT_BELOW = 0.75  # finished rows leave the batch once fewer than this share of it is still going
@@ -163,6 +164,7 @@ def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos) -> list[
     logits = first_logits.expand(n, -1)
     if cache is not None:
         cache.reorder_cache(torch.zeros_like(rows))
+        let_grow(cache, prompt.shape[1] + limit)
     # Looking at ``ended`` makes the host wait for a GPU; a few decoded tokens too many cost less.
     check_every = 1 if u.device.type == "cpu" else 4
     finite = torch.ones((), dtype=torch.bool, device=u.device)

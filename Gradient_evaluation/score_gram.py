@@ -35,6 +35,8 @@ from Gradient_evaluation.sampling import Continuation, SamplingLaw, log_probs
 # Relative error allowed between w^T Q w and an ordinary backward, by the model's dtype (some models compute
 # their norms in float32 whatever their dtype, so float64 is held to 1e-6 only).
 AUDIT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+# float32: that or the model's own dtype where it is wider. bfloat16: rounded once per product, summed in float32.
+GRAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -59,16 +61,18 @@ class ScoreGram:
     evaluation (full softmax at temperature 1, end-of-sequence left out). budget: bytes of a temporary while a
     layer is contracted. sketch_dim: k of gradient_sketch.py, 0 for none. gradient_checkpointing: keep one
     activation per layer and run every layer again in the backward pass (the same Gram, less memory, more time).
+    gram_dtype: of the products of a Linear layer's inputs and gradients, a key of GRAM_DTYPES.
     Raises UserError when no parameter is chosen or the model's layers cannot be checkpointed.
     """
 
     def __init__(self, model: nn.Module, law: SamplingLaw, scoring: str = "exact", budget: int = 64 * 2**20,
                  params: str | None = None, sketch_dim: int = 0, sketch_seed: int = 0,
-                 gradient_checkpointing: bool = False):
+                 gradient_checkpointing: bool = False, gram_dtype: str = "float32"):
         self.model = model.eval()
         self.law = law if scoring == "exact" else SamplingLaw()
         self.score_eos = scoring == "exact"
         self.budget = budget
+        self.gram_dtype = GRAM_DTYPES[gram_dtype]
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             check_checkpointable(model)
@@ -125,6 +129,8 @@ class ScoreGram:
         truth = self._ordinary_backward(prompt_ids, continuations, signs)
         w = torch.from_numpy(signs)
         dtypes = {p.dtype for p in self.parameters.values()}
+        if self.gram_dtype is not None:
+            dtypes.add(self.gram_dtype)
         tolerance = max(AUDIT_TOLERANCE[dtype] for dtype in dtypes)
         rounding = max(torch.finfo(dtype).eps for dtype in dtypes)
         negligible = rounding * sum(float(q.trace()) for q in by_parameter.values())
@@ -174,7 +180,8 @@ class ScoreGram:
             weights = torch.as_tensor(weights, dtype=torch.float64, device=self.model.device)
         longest = max(len(c.tokens) for c in continuations)
         size, prompt = len(continuations), len(prompt_ids)
-        capture = GramCapture(self.model, self.parameters, size, prompt, longest, self.budget, sketch, weights)
+        capture = GramCapture(self.model, self.parameters, size, prompt, longest, self.budget, sketch, weights,
+                              self.gram_dtype)
         shared = shared_prompt(self.model, size, prompt + longest - 1, prompt)
         with capture, shared, torch.enable_grad():
             values = self._log_probs(prompt_ids, continuations)

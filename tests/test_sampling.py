@@ -7,6 +7,7 @@ from tiny_models import enumerable_policy, enumerate_outcomes, tiny_model, tiny_
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from Gradient_evaluation import vocabulary
+from Gradient_evaluation.growing_cache import GrowingLayer, let_grow
 from Gradient_evaluation.sampling import (SamplingLaw, eos_token_ids, kept_tokens, log_probs, sample_continuations,
                                           uniforms)
 
@@ -63,6 +64,25 @@ def test_continuations_do_not_depend_on_the_batch_size(family):
     assert one == draw(model, law, 33, batch_size=33, tokenizer=tokenizer)
     assert one == draw(model, law, 33, batch_size=7, tokenizer=tokenizer)
     assert len({len(c.tokens) for c in one}) > 2  # rows did end at different times
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_a_growing_cache_holds_what_the_cache_of_transformers_holds(family):
+    model = tiny_model(family)
+    caches = [model(input_ids=torch.tensor([PROMPT])).past_key_values for _ in range(2)]
+    for cache in caches:
+        cache.reorder_cache(torch.zeros(4, dtype=torch.int64))
+    let_grow(caches[0], 6)
+    for step in range(5):  # beyond the room of 6 too
+        tokens = torch.arange(len(caches[0].layers[0].keys))[:, None] + step
+        logits = [model(input_ids=tokens, past_key_values=cache).logits for cache in caches]
+        assert (logits[0] == logits[1]).all()
+        if step == 1:
+            for cache in caches:
+                cache.reorder_cache(torch.tensor([3, 1]))
+    for grown, plain in zip(caches[0].layers, caches[1].layers):
+        assert isinstance(grown, GrowingLayer) and grown.get_seq_length() == plain.get_seq_length() == 8
+        assert (grown.keys == plain.keys).all() and (grown.values == plain.values).all()
 
 
 @pytest.mark.parametrize("family,settings", [("mamba", {}), ("jamba", dict(attn_layer_period=2, attn_layer_offset=1,
@@ -146,6 +166,14 @@ def test_a_draw_is_the_first_token_whose_cumulated_probability_exceeds_u(monkeyp
     cdf = logits.softmax(-1).cumsum(-1)
     assert sound and (drawn == (cdf <= u.unsqueeze(1) * cdf[:, -1:]).sum(-1).clamp(max=29))[4:].all()
     assert (logits[torch.arange(500), drawn] > -torch.inf).all() and drawn[0] == 0 and drawn[1] == 0
+
+
+def test_no_rounding_draws_a_token_of_probability_zero():
+    logits = torch.randn(2000, 700, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[:, :3] = logits[:, 250:260] = logits[:, 500:] = -torch.inf
+    for u in (0.0, 1 - 2.0**-53):
+        drawn, _ = vocabulary.inverse_cdf(logits, torch.full((2000,), u, dtype=torch.float64))
+        assert (logits.gather(1, drawn.unsqueeze(1)) > -torch.inf).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

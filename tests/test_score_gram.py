@@ -86,6 +86,16 @@ def test_half_precision_grams_are_summed_in_float32_and_stay_close(family, dtype
     gram.audit(PROMPT, continuations)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_products_in_bfloat16_change_the_gram_a_little_and_the_audit_allows_for_it(family):
+    continuations = random_continuations(0, LENGTHS)
+    plain = ScoreGram(tiny_model(family, dtype=torch.float32), LAW).block(PROMPT, continuations).gram
+    gram = ScoreGram(tiny_model(family, dtype=torch.float32), LAW, gram_dtype="bfloat16")
+    half = gram.block(PROMPT, continuations).gram
+    assert 1e-6 * np.abs(plain).max() < np.abs(half - plain).max() < 0.02 * np.abs(plain).max()
+    assert gram.audit(PROMPT, continuations)["tolerance"] == 0.1
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_gram_equals_per_sample_autograd_in_float32_to_1e_4(family):
     exact, single = tiny_model(family), tiny_model(family, dtype=torch.float32)

