@@ -26,7 +26,7 @@ HEIGHT = 5.0  # inches: the legend stands below the curves
 PAPER = Curve("bound form c1 G + c2 + c3/G", "#000000", "", ":")
 TERMS = {
     "c1": Curve("between prompts: c1 G", "#D55E00", "", "--"),
-    "c2": Curve("per continuation: c2", "#999999", "", (0, (6, 2))),
+    "c2": Curve("per continuation: c2", "#999999", "", (0, (6, 2, 1, 2, 1, 2))),
     "c3": Curve("small groups: c3/(G-1)", "#009E73", "", "-."),
 }
 
