@@ -2,6 +2,8 @@
 #   make demo       the main job on the shipped tiny model; everything it writes is under outputs/demo
 #   make test       the tests (about five minutes on two cores)
 #   make test-all   all of them, the long ones included
+#   make report     every picture of a run in one HTML file: make report RESULTS=outputs/qwen/tracecov_qwen.json
+#                   (several results files in quotes: they are drawn beside the first)
 #   make clean      remove outputs/demo
 # Another torch build: make demo TORCH=torch==2.11.0
 
@@ -9,8 +11,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN = .venv/bin
 DEMO = outputs/demo
+RESULTS ?= $(DEMO)/tracecov_tiny_model.json
 
-.PHONY: demo test test-all clean
+.PHONY: demo test test-all report clean
 
 demo: .venv/installed
 	$(BIN)/python data/make_arithmetic.py --n 40 --out $(DEMO)/problems.jsonl
@@ -25,6 +28,9 @@ test: .venv/installed
 
 test-all: .venv/installed
 	$(BIN)/python -m pytest -q tests
+
+report: .venv/installed
+	@$(BIN)/python plots/make_report.py $(RESULTS)
 
 clean:
 	rm -rf $(DEMO)

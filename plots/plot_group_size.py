@@ -17,17 +17,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter  # noqa: E402
-
 from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
 from plots.plot_tracecov import load_results  # noqa: E402
-from plots.style import Curve, new_figure, save_figure  # noqa: E402
+from plots.style import Curve, finish, group_size_axis, new_ax, new_figure, save_figure  # noqa: E402
 
 MSE = Curve("predicted MSE", "#0072B2", "", "-")
+HEIGHT = 5.0  # inches: the legend stands below the curves
 PAPER = Curve("bound form c1 G + c2 + c3/G", "#000000", "", ":")
 TERMS = {
     "c1": Curve("between prompts: c1 G", "#D55E00", "", "--"),
-    "c2": Curve("per continuation: c2", "#999999", "", (0, (6, 2))),
+    "c2": Curve("per continuation: c2", "#999999", "", (0, (6, 2, 1, 2, 1, 2))),
     "c3": Curve("small groups: c3/(G-1)", "#009E73", "", "-."),
 }
 
@@ -76,8 +75,7 @@ def plot_group_size(law: dict, ax=None, label: str | None = None, budget: int | 
     left out. The shade marks the G within 10% of the least. Raises UserError like ``load_law``.
     """
     check_law(law, label or "group_size_law")
-    if ax is None:
-        _, (ax,) = new_figure(height=4.2)
+    ax = new_ax(ax, height=HEIGHT)
     curve, divisor = law["curve"], budget or 1
     count = sum(size <= (budget or math.inf) for size in curve["G"])  # a group cannot be larger than the budget
     sizes, values = curve["G"][:count], [value / divisor for value in curve["mse_times_N"][:count]]
@@ -130,28 +128,22 @@ def _mark_best(ax, law: dict, sizes: list, values: list) -> None:
 
 
 def _finish(ax, law: dict, values: list, label: str | None, budget: int | None) -> None:
-    ax.set_xscale("log", base=2)
+    group_size_axis(ax, [2**power for power in range(1, 10)][::2])
     ax.set_yscale("log", nonpositive="clip")
     positive = [value for value in values if value > 0]
     if positive:  # the terms may vanish far below; the curve decides what is seen
         ax.set_ylim(min(positive) / 30, max(positive) * 1.6)
-    ax.xaxis.set_major_locator(FixedLocator([2**power for power in range(1, 10)]))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
     prompts = f"\n(n = {law['n_prompts']:,} prompts)" if law.get("n_prompts") else ""
     ax.set_xlabel(f"group size G{prompts}")
-    ax.set_ylabel("MSE x N of the minibatch gradient" if budget is None else f"MSE of the gradient at N = {budget:,}")
-    if label:
-        ax.set_title(label)
-    ax.grid(True, alpha=0.3, linewidth=0.6)
-    ax.legend(frameon=False, fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+    ax.set_ylabel("MSE x N (squared gradient units)" if budget is None else f"MSE at N = {budget:,}\n(squared gradient units)")
+    finish(ax, label, loc="upper center", bbox_to_anchor=(0.5, -0.25))
 
 
 def plot_side_by_side(laws: Sequence[dict], labels: Sequence[str], budget: int | None = None):
     """One panel for each law, each with its own y axis; returns (figure, (n,) array of axes)."""
     if len(laws) != len(labels) or not laws:
         raise UserError(f"--label: give one label for each results file ({len(laws)} files, {len(labels)} labels)")
-    figure, axes = new_figure(len(laws), height=5.0)
+    figure, axes = new_figure(len(laws), height=HEIGHT)
     for ax, law, label in zip(axes, laws, labels):
         plot_group_size(law, ax=ax, label=label, budget=budget)
     return figure, axes

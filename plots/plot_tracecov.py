@@ -2,9 +2,11 @@
 
     python plots/plot_tracecov.py outputs/tracecov_base.json --out figure.pdf
     python plots/plot_tracecov.py base.json instruct.json few_shot.json --label base Instruct few-shot --out figure.pdf
+    python plots/plot_tracecov.py base.json instruct.json --by_estimator --out figure.pdf
 
-Each results file (written by Gradient_evaluation/run_tracecov.py) is one panel. Bars are 95% intervals over
-prompts. For unbiased estimators the MSE is trace(Cov), in squared gradient units. Runs in seconds.
+Each results file (written by Gradient_evaluation/run_tracecov.py) is one panel, its legend headed by model and law;
+with --by_estimator each estimator is one panel, and each file a curve named by model and law. Bars are 95% intervals
+over prompts. For unbiased estimators the MSE is trace(Cov), in squared gradient units. Runs in seconds.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter  # noqa: E402
-
 from Gradient_evaluation.cli import Parser, UserError, run  # noqa: E402
-from plots.style import CURVES, new_figure, save_figure  # noqa: E402
+from plots.describe import describe, describe_each  # noqa: E402
+from plots.style import (CURVES, Curve, finish, group_size_axis, new_ax, new_figure, numbered,  # noqa: E402
+                         save_figure)
 
 PUBLISHED = ("naive", "grpo", "oracleV")
 FLOOR = "best_baseline"
@@ -88,33 +90,30 @@ def plot_tracecov(results: dict, ax=None, label: str | None = None, log_y: bool 
     out). A curve that was not computed is named as such in the legend. Raises UserError like ``load_results``.
     """
     check_results(results, label or "results")
-    if ax is None:
-        _, (ax,) = new_figure()
+    ax = new_ax(ax, height=3.1)
     sizes = results["K_list"]
     for position, curve in enumerate((*PUBLISHED, FLOOR)):
         # a small shift keeps the error bars of the curves apart
-        _draw(ax, [size * 2 ** (0.03 * (position - 1.5)) for size in sizes], curve, *curve_of(results, curve), log_y)
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_locator(FixedLocator(sizes))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+        places = [size * 2 ** (0.03 * (position - 1.5)) for size in sizes]
+        _draw(ax, places, CURVES[curve], *curve_of(results, curve), log_y)
+    _finish(ax, sizes, log_y)
+    ax.set_xlabel("group size K" + sample_sizes(results))
+    ax.set_ylabel("MSE (squared gradient units)")
+    finish(ax, label, title=describe(results), title_fontsize="small", alignment="left")
+    return ax.get_figure(), ax
+
+
+def _finish(ax, sizes: Sequence[int], log_y: bool) -> None:
+    group_size_axis(ax, sizes)
     if log_y:
         ax.set_yscale("log", nonpositive="clip")
     else:
         ax.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4), useMathText=True)
         if ax.get_ylim()[0] > 0:
             ax.set_ylim(bottom=0)
-    ax.set_xlabel("group size K" + _sample_sizes(results))
-    ax.set_ylabel("MSE of the gradient estimate")
-    if label:
-        ax.set_title(label)
-    ax.grid(True, alpha=0.3, linewidth=0.6)
-    ax.legend(frameon=False, fontsize="small")
-    return ax.get_figure(), ax
 
 
-def _draw(ax, places: list[float], curve: str, values: list, intervals: list, log_y: bool) -> None:
-    look = CURVES[curve]
+def _draw(ax, places: list[float], look: Curve, values: list, intervals: list, log_y: bool) -> None:
     shown = [v if v is not None and (v > 0 or not log_y) else math.nan for v in values]
     missing = all(value is None for value in values)
     # A percentile interval of few prompts can leave out the mean itself; a bar cannot point inwards.
@@ -126,7 +125,8 @@ def _draw(ax, places: list[float], curve: str, values: list, intervals: list, lo
     )  # fmt: skip
 
 
-def _sample_sizes(results: dict) -> str:
+def sample_sizes(results: dict) -> str:
+    """A second line for an axis: ``"\\n(n = 40 prompts, 10,240 continuations)"``, or "" where it is not known."""
     parts = [f"{results[f'n_{what}']:,} {what}" for what in ("prompts", "continuations") if results.get(f"n_{what}")]
     return f"\n(n = {', '.join(parts)})" if parts else ""
 
@@ -135,9 +135,43 @@ def plot_side_by_side(results: Sequence[dict], labels: Sequence[str], log_y: boo
     """One panel for each results dictionary, each with its own y axis; returns (figure, (n,) array of axes)."""
     if len(results) != len(labels) or not results:
         raise UserError(f"--label: give one label for each results file ({len(results)} files, {len(labels)} labels)")
-    figure, axes = new_figure(len(results))
+    figure, axes = new_figure(len(results), height=3.1)
     for ax, each, label in zip(axes, results, labels):
         plot_tracecov(each, ax=ax, label=label, log_y=log_y)
+    return figure, axes
+
+
+def plot_compared(results: Sequence[dict], curve: str, ax=None, labels: Sequence[str] | None = None):
+    """One estimator (a key of CURVES) in several results, a curve each, MSE logarithmic; returns (figure, ax).
+
+    The legend names model and law of each, behind its label where ``labels`` are given.
+    """
+    if not results or (labels is not None and len(labels) != len(results)):
+        raise UserError(f"--label: give one label for each results file ({len(results)} files, "
+                        f"{len(labels or [])} labels)")  # fmt: skip
+    ax, texts = new_ax(ax, height=4.0), describe_each(results)
+    names = [": ".join(filter(None, parts)) for parts in zip(labels or [""] * len(results), texts)]
+    for number, (each, name) in enumerate(zip(results, names)):
+        check_results(each, name.split("\n")[0] or "results")
+        name = name + sample_sizes(each) or f"file {number + 1}"
+        _draw(ax, each["K_list"], numbered(number, name), *curve_of(each, curve), log_y=True)
+    _finish(ax, sorted({size for each in results for size in each["K_list"]}), log_y=True)
+    ax.set_xlabel("group size K")
+    ax.set_ylabel("MSE (squared gradient units)")
+    finish(ax, CURVES[curve].label, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    return ax.get_figure(), ax
+
+
+def plot_by_estimator(results: Sequence[dict], labels: Sequence[str] | None = None):
+    """A panel for each of the published estimators with every results file in it: (figure, (3,) array of axes)."""
+    figure, axes = new_figure(len(PUBLISHED), height=3.1 + 0.5 * len(results))
+    for ax, curve in zip(axes, PUBLISHED):
+        plot_compared(results, curve, ax, labels)
+    low, high = zip(*(ax.get_ylim() for ax in axes))
+    for ax in axes:
+        ax.set_ylim(min(low), max(high))
+    for ax in (axes[0], axes[-1]):  # the same for all three
+        ax.get_legend().remove()
     return figure, axes
 
 
@@ -147,9 +181,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", required=True, help="figure to write; .pdf and .svg are vector, .png is not")
     parser.add_argument("--label", nargs="+", help="one title for each results file (default: its file name)")
     parser.add_argument("--log_y", action="store_true", help="logarithmic MSE axis (default: linear)")
+    parser.add_argument("--by_estimator", action="store_true",
+                        help="a panel for each estimator and a curve for each file, MSE logarithmic")
     flags = parser.parse_args(arguments)
+    loaded = [load_results(path) for path in flags.results]
     labels = flags.label or [Path(path).stem.removeprefix("tracecov_") for path in flags.results]
-    figure, _ = plot_side_by_side([load_results(path) for path in flags.results], labels, flags.log_y)
+    if flags.by_estimator:
+        figure, _ = plot_by_estimator(loaded, flags.label)
+    else:
+        figure, _ = plot_side_by_side(loaded, labels, flags.log_y)
     print(save_figure(figure, flags.out))
 
 

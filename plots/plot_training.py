@@ -8,6 +8,8 @@ Sources are sweeps, run folders, VERL's console or JSONL logs, CSV exports of W&
 (training_logs.py says how each is read). G and seed come from the manifest or the run folder, else from a name
 like ``qwen_g8_seed0``. Runs of one G are averaged at the steps all of them have; the interval is Student's t over
 seeds, so one seed has none. The right panel is there when at least one G is known. Runs in seconds.
+
+From Python: plot_training(runs) draws both panels; plot_by_step(runs, ax) and plot_by_group_size(runs, ax) one each.
 """
 
 from __future__ import annotations
@@ -22,15 +24,11 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter  # noqa: E402
-
 from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
-from plots.style import new_figure, save_figure  # noqa: E402
+from plots.style import COLOURS, finish, group_size_axis, new_ax, new_figure, numbered, save_figure  # noqa: E402
 from plots.training_logs import Run, load_runs  # noqa: E402
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")  # Okabe and Ito
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-LINES = ("-", "--", "-.", ":")
+HEIGHT = 3.8  # inches: the legend stands below the curves
 # 97.5% points of Student's t for 1, 2, ... degrees of freedom
 T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
@@ -85,58 +83,84 @@ def final_accuracy(runs: Sequence[Run], last: int) -> Mean:
     return mean_over_seeds([statistics.fmean(list(each.accuracy.values())[-last:]) for each in runs])
 
 
-def plot_training(runs: Sequence[Run], last: int = 1):
-    """Draw both panels → (figure, axes, summary); the summary holds the numbers that are drawn, ready for JSON.
+def summarise(runs: Sequence[Run], last: int = 1) -> dict:
+    """The numbers that are drawn, ready for JSON: [mean, half width, seeds] by step and by G, and ``warnings``.
 
-    A last validation that differs in step between runs is drawn as it is and named in the summary's ``warnings``.
+    A last validation that differs in step between runs is drawn as it is and named in the warnings.
     """
     groups = by_label(runs)
-    sized = {label: members for label, members in groups.items() if members[0].group_size is not None}
-    figure, axes = new_figure(2 if sized else 1)
-    summary: dict = {"accuracy_by_step": {}, "accuracy_by_group_size": {}, "warnings": []}
-    for number, (label, members) in enumerate(groups.items()):
-        means = curve(members)
-        if not means:
-            raise UserError(f"{label}: its seeds share no validation step; validate them at the same steps")
-        summary["accuracy_by_step"][label] = {step: list(mean) for step, mean in means.items()}
-        _draw_curve(axes[0], means, label, number)
-    if len(ends := {max(each.accuracy) for each in runs}) > 1:
-        summary["warnings"].append(f"the runs end at different steps ({', '.join(map(str, sorted(ends)))})")
-    axes[0].set_xlabel("training step")
-    axes[0].set_ylabel("validation accuracy")
-    axes[0].legend(frameon=False, fontsize="small")
+    ends = {max(each.accuracy) for each in runs}
+    return {
+        "accuracy_by_step": {label: {step: list(mean) for step, mean in _shared_curve(label, members).items()}
+                             for label, members in groups.items()},
+        "accuracy_by_group_size": {size: list(mean) for size, mean in _finals(groups, last).items()},
+        "warnings": [f"the runs end at different steps ({', '.join(map(str, sorted(ends)))})"] if len(ends) > 1 else [],
+    }  # fmt: skip
+
+
+def _shared_curve(label: str, members: Sequence[Run]) -> dict[int, Mean]:
+    means = curve(members)
+    if not means:
+        raise UserError(f"{label}: its seeds share no validation step; validate them at the same steps")
+    return means
+
+
+def _finals(groups: dict[str, list[Run]], last: int) -> dict[int, Mean]:
+    sized = [members for members in groups.values() if members[0].group_size is not None]
+    return {members[0].group_size: final_accuracy(members, last) for members in sized}
+
+
+def plot_training(runs: Sequence[Run], last: int = 1, axes=None):
+    """Draw accuracy by step and, where at least one G is known, by G; returns (figure, (1,) or (2,) array of axes).
+
+    ``axes``: where to draw, as many as are drawn; made without pyplot if it is None.
+    """
+    sized = any(each.group_size is not None for each in runs)
+    if axes is None:
+        _, axes = new_figure(2 if sized else 1, height=HEIGHT)
+    plot_by_step(runs, ax=axes[0])
     if sized:
-        finals = {members[0].group_size: final_accuracy(members, last) for members in sized.values()}
-        summary["accuracy_by_group_size"] = {size: list(mean) for size, mean in finals.items()}
-        _draw_finals(axes[1], finals, last)
-    for ax in axes:
-        ax.grid(True, alpha=0.3, linewidth=0.6)
-    return figure, axes, summary
+        plot_by_group_size(runs, last, ax=axes[1])
+    return axes[0].get_figure(), axes
+
+
+def plot_by_step(runs: Sequence[Run], ax=None):
+    """Mean accuracy over the seeds of each G (or of each run without one) by training step; returns (figure, ax)."""
+    ax = new_ax(ax, height=HEIGHT)
+    for number, (label, members) in enumerate(by_label(runs).items()):
+        _draw_curve(ax, _shared_curve(label, members), label, number)
+    ax.set_xlabel(f"training step\n(n = {len(runs)} run{'s' * (len(runs) > 1)})")
+    ax.set_ylabel("validation accuracy")
+    finish(ax, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=2)
+    return ax.get_figure(), ax
 
 
 def _draw_curve(ax, means: dict[int, Mean], label: str, number: int) -> None:
     steps, values = list(means), [mean.value for mean in means.values()]
     halves = [mean.half_width or 0.0 for mean in means.values()]
-    colour = COLOURS[number % len(COLOURS)]
     n = next(iter(means.values())).n
-    ax.plot(steps, values, color=colour, marker=MARKERS[number % len(MARKERS)], markersize=4, linewidth=1.5,
-            linestyle=LINES[number % len(LINES)], label=f"{label} ({n} seeds)" if n > 1 else label)  # fmt: skip
+    look = numbered(number, f"{label} ({n} seeds)" if n > 1 else label)
+    ax.plot(steps, values, color=look.colour, marker=look.marker, markersize=4, linewidth=1.5, linestyle=look.line,
+            markevery=max(1, len(steps) // 10), label=look.label)  # fmt: skip
     if n > 1:
         low, high = [[value + sign * half for value, half in zip(values, halves)] for sign in (-1, 1)]
-        ax.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
+        ax.fill_between(steps, low, high, color=look.colour, alpha=0.15, linewidth=0)
 
 
-def _draw_finals(ax, finals: dict[int, Mean], last: int) -> None:
-    sizes = list(finals)
-    bars = [mean.half_width or 0.0 for mean in finals.values()]
+def plot_by_group_size(runs: Sequence[Run], last: int = 1, ax=None):
+    """Mean over seeds of the ``last`` last validations of each run, by G; runs without one are left out."""
+    ax, finals = new_ax(ax, height=3.1), _finals(by_label(runs), last)
+    if not finals:
+        raise UserError("no run has a known G; name the runs like qwen_g8_seed0, or give the manifest.json of a sweep")
+    sizes, bars = list(finals), [mean.half_width or 0.0 for mean in finals.values()]
     ax.errorbar(sizes, [mean.value for mean in finals.values()], yerr=bars if any(bars) else None, capsize=3,
                 color=COLOURS[0], marker="o", markersize=5, linewidth=1.5, elinewidth=1)  # fmt: skip
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_locator(FixedLocator(sizes))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
-    ax.set_xlabel("group size G")
+    group_size_axis(ax, sizes)
+    seeds = sorted({mean.n for mean in finals.values()})
+    ax.set_xlabel(f"group size G\n(n = {' to '.join(map(str, {seeds[0]: 0, seeds[-1]: 0}))} seeds each)")
     ax.set_ylabel("final validation accuracy" if last == 1 else f"accuracy, mean of the last {last} validations")
+    finish(ax)
+    return ax.get_figure(), ax
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -148,7 +172,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--save_json", help="also write the numbers that are drawn")
     flags = parser.parse_args(arguments)
     runs = [each for source in flags.sources for each in load_runs(source, flags.metric)]
-    figure, _, summary = plot_training(runs, flags.last)
+    figure, _ = plot_training(runs, flags.last)
+    summary = summarise(runs, flags.last)
     for warning in summary["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
     if flags.save_json:

@@ -1,15 +1,18 @@
 """How the figures of this repository look: one colour, marker and line per curve, and how a figure is written.
 
-Colours are Okabe and Ito's (safe for colour-blind readers); markers and dashes tell curves apart in grey.
+Colours are Okabe and Ito's (safe for colour-blind readers); markers and dashes tell curves apart in grey. A panel is
+as wide as the column of a paper, so that its letters are printed at the size they have here.
 Nothing here touches matplotlib's global settings.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
 from Gradient_evaluation.cli import UserError
 
@@ -30,11 +33,47 @@ CURVES = {
     "best_baseline": Curve("floor: best prompt-only baseline", "#000000", "x", ":"),
 }
 
+# For curves that are told apart by number: a run, a group size, a file.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINES = ("-", "--", "-.", ":")
 
-def new_figure(n_panels: int = 1, width: float = 5.0, height: float = 3.8):
-    """A figure without pyplot state and its panels side by side: (figure, (n_panels,) array of axes)."""
+COLUMN = 3.5  # inches: one column of a two-column page
+
+
+def numbered(number: int, label: str = "") -> Curve:
+    """The look of the ``number``-th of several curves, from 0."""
+    kinds = (COLOURS, MARKERS, LINES)
+    return Curve(label, *(kind[number % len(kind)] for kind in kinds))
+
+
+def new_figure(n_panels: int = 1, width: float = COLUMN, height: float = 2.9):
+    """A figure without pyplot state and its panels side by side: (figure, (n_panels,) array of axes); inches."""
     figure = Figure(figsize=(width * n_panels, height), layout="constrained")
     return figure, figure.subplots(1, n_panels, squeeze=False)[0]
+
+
+def new_ax(ax=None, **size):
+    """``ax`` itself, or where it is None the only panel of a new figure of ``size``."""
+    return new_figure(**size)[1][0] if ax is None else ax
+
+
+def group_size_axis(ax, sizes: Sequence[int]) -> None:
+    """Group size on x in log2, a tick at each of ``sizes`` (at most eight of them, evenly chosen)."""
+    ax.set_xscale("log", base=2)
+    shown = list(sizes)[:: -(-len(sizes) // 8)]
+    ax.xaxis.set_major_locator(FixedLocator(shown))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+
+
+def finish(ax, title: str | None = None, /, **legend) -> None:
+    """Faint grid, title if there is one, and a legend (``legend``: matplotlib's settings) if a curve has a name."""
+    ax.grid(True, alpha=0.3, linewidth=0.6)
+    if title:
+        ax.set_title(title)
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(**{"frameon": False, "fontsize": "small", **legend})
 
 
 def save_figure(figure: Figure, path: str | Path) -> Path:
@@ -48,7 +87,7 @@ def save_figure(figure: Figure, path: str | Path) -> Path:
         raise UserError(f"{path}: cannot write this kind of file; end the name in one of .{', .'.join(suffixes)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200)
+        figure.savefig(path, dpi=200, bbox_inches="tight", pad_inches=0.03)  # legends beside an ax included
     except OSError as error:
         raise UserError(f"{path}: cannot write the figure ({error.strerror or error}); choose another place") from None
     return path

@@ -3,6 +3,7 @@
     load_runs(path, metric)   ->   one Run for each training run found there
 
     manifest.json (or its folder)       every run of a sweep; sizes and seeds come from it
+    *.json of train_group_sizes.py      its runs: mean reward on held-out problems before and after training
     folder of grpo_train.sh             the attempts in its logs/, a later one replacing what it repeated
     *.jsonl                             VERL's file logger
     *.log, *.txt                        VERL's console ("step:10 - val-core/...:0.5 - ...")
@@ -51,7 +52,7 @@ def load_runs(path: str | Path, metric: str | None = None) -> list[Run]:
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; give a run folder, a manifest.json or a log")
     if path.suffix == ".json":
-        return _manifest_runs(path, metric)
+        return _manifest_runs(path, metric) if path.name == "manifest.json" else _group_size_runs(path, metric)
     if path.suffix == ".csv":
         return _csv_runs(path, metric)
     if path.suffix == ".wandb":
@@ -101,8 +102,6 @@ def _read(path: Path) -> str:
 def _manifest_runs(path: Path, metric: str | None) -> list[Run]:
     from Policy_Optimization.sweep_manifest import read_manifest
 
-    if path.name != "manifest.json":
-        raise UserError(f"{path}: give the manifest.json of a sweep, a run folder, or a log")
     runs = []
     for each in read_manifest(path.parent)["runs"]:
         rows = _attempts(path.parent / each["run_dir"] / "logs")
@@ -110,6 +109,23 @@ def _manifest_runs(path: Path, metric: str | None) -> list[Run]:
             runs.append(_run(each["run_dir"], rows, metric, path, each["group_size"], each["seed"]))
     if not runs:
         raise UserError(f"{path}: no run of it has logged a validation yet")
+    return runs
+
+
+def _group_size_runs(path: Path, metric: str | None) -> list[Run]:
+    if metric not in (None, "held_out_reward"):
+        raise UserError(f"{path}: --metric {metric}: runs of train_group_sizes.py have held_out_reward alone")
+    runs = []
+    try:
+        content = json.loads(_read(path))
+        for name, each in content["runs"].items():
+            reward = {0: float(content["start"]), len(each["train_reward"]): float(each["held_out_reward"])}
+            runs.append(Run(name, int(each["G"]), int(each["seed"]), reward))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UserError(f"{path}: give the manifest.json of a sweep, a file of train_group_sizes.py, a run folder, "
+                        "or a log") from None
+    if not runs:
+        raise UserError(f"{path}: no run in it is finished yet")
     return runs
 
 

@@ -6,3 +6,28 @@ from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND="Agg")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory):
+    """A folder that a run of both scripts on the shipped tiny model has written: six prompts, K = 2, 4, 8."""
+    from data.make_arithmetic import make_problems, write_jsonl
+    from Gradient_evaluation import calculate_oracle_v, cli, run_tracecov
+
+    folder = tmp_path_factory.mktemp("a small run")
+    write_jsonl(make_problems(6, seed=0), folder / "problems.jsonl")
+    model = Path(__file__).resolve().parents[1] / "data" / "tiny_model"
+    law = ["--model", model, "--max_new_tokens", 8, "--device", "cpu", "--dtype", "float32"]
+    for script, flags in (
+        (calculate_oracle_v, ["--dataset", folder / "problems.jsonl", "--n_oracle", 50, "--out_dir", folder]),
+        (run_tracecov, ["--oracle_table", folder / "oracle_v_n50_tiny_model.jsonl", "--K_list", 2, 4, 8, "--M", 4,
+                        "--save_json", folder, "--skip_plot"]),
+    ):  # fmt: skip
+        argv, sys.argv = sys.argv, [script.__file__, *map(str, [*law, *flags])]
+        try:
+            cli.run(script.main)
+        finally:
+            sys.argv = argv
+    return folder

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from Gradient_evaluation.cli import UserError
-from plots.plot_training import main, mean_over_seeds, plot_training
+from plots.plot_training import main, mean_over_seeds, plot_by_group_size, plot_by_step, plot_training, summarise
+from plots.style import new_figure
 from plots.training_logs import Run, load_runs
 from Policy_Optimization.sweep_manifest import make_plan
 
@@ -113,7 +114,8 @@ def test_intervals_are_students_t():
 
 def test_the_panels_show_means_and_intervals_over_seeds():
     runs = [Run(f"g{g}_seed{s}", g, s, {0: 0.2, 5: 0.3 + 0.1 * s + g / 100}) for g in (8, 4) for s in (0, 1)]
-    figure, (left, right), summary = plot_training(runs)
+    figure, (left, right) = plot_training(runs)
+    summary = summarise(runs)
     assert [line.get_label() for line in left.lines] == ["G = 4 (2 seeds)", "G = 8 (2 seeds)"]
     assert list(left.lines[0].get_ydata()) == pytest.approx([0.2, 0.39]) and len(left.collections) == 2
     line, _, bars = right.containers[0].lines
@@ -125,22 +127,46 @@ def test_the_panels_show_means_and_intervals_over_seeds():
 
 
 def test_one_seed_has_no_interval_and_unknown_sizes_have_no_right_panel():
-    _, axes, _ = plot_training([Run("g4", 4, 0, CURVE), Run("g8", 8, 0, CURVE)])
+    _, axes = plot_training([Run("g4", 4, 0, CURVE), Run("g8", 8, 0, CURVE)])
     assert not axes[0].collections and len(axes) == 2
-    _, axes, _ = plot_training([Run("mine", None, None, CURVE)])
+    _, axes = plot_training([Run("mine", None, None, CURVE)])
     assert len(axes) == 1 and axes[0].lines[0].get_label() == "mine"
 
 
 def test_only_steps_all_seeds_have_are_averaged_and_unequal_ends_are_said():
     runs = [Run("a", 4, 0, {0: 0.2, 5: 0.4, 10: 0.6}), Run("b", 4, 1, {0: 0.2, 5: 0.6})]
-    _, _, summary = plot_training(runs)
+    summary = summarise(runs)
     assert list(summary["accuracy_by_step"]["G = 4"]) == [0, 5]
     assert summary["warnings"] == ["the runs end at different steps (5, 10)"]
 
 
 def test_the_last_validations_are_averaged():
-    _, axes, summary = plot_training([Run("a", 4, 0, CURVE)], last=2)
+    runs = [Run("a", 4, 0, CURVE)]
+    (_, axes), summary = plot_training(runs, last=2), summarise(runs, last=2)
     assert summary["accuracy_by_group_size"][4][0] == pytest.approx(0.5625) and "last 2" in axes[1].get_ylabel()
+
+
+def test_each_panel_is_drawn_on_a_given_ax():
+    figure, (first, second, third) = new_figure(3)
+    runs = [Run("a", 4, 0, CURVE), Run("b", 8, 0, CURVE)]
+    assert plot_by_step(runs, ax=third) == (figure, third) and plot_by_group_size(runs, ax=first) == (figure, first)
+    assert third.lines and first.containers and not second.lines
+    figure, axes = plot_training(runs, axes=[second, third])
+    assert figure is first.get_figure() and second.lines
+    with pytest.raises(UserError, match="no run has a known G"):
+        plot_by_group_size([Run("mine", None, None, CURVE)])
+
+
+def test_runs_of_train_group_sizes_are_read(tmp_path):
+    path = tmp_path / "group_sizes.json"
+    one = {"G": 4, "seed": 1, "train_reward": [0.25, 0.5], "held_out_reward": 0.75}
+    path.write_text(json.dumps({"start": 0.125, "runs": {"G4_seed1": one}}))
+    assert load_runs(path) == [Run("G4_seed1", 4, 1, {0: 0.125, 2: 0.75})]
+    with pytest.raises(UserError, match="have held_out_reward alone"):
+        load_runs(path, "loss")
+    path.write_text(json.dumps({"start": 0.125, "runs": {}}))
+    with pytest.raises(UserError, match="no run in it is finished yet"):
+        load_runs(path)
 
 
 def test_a_seed_given_twice_is_refused():

@@ -1,0 +1,112 @@
+"""One HTML file with every picture of a run, to send to a colleague: plots/results.ipynb, executed.
+
+    python plots/make_report.py outputs/demo/tracecov_tiny_model.json
+    python plots/make_report.py base.json instruct.json --training outputs/sweep/manifest.json --out report.html
+    make report RESULTS=outputs/demo/tracecov_tiny_model.json
+
+The first results file is the one reported, the others are drawn beside it. Images and style are inside the file,
+and it has no scripts: it opens anywhere, offline. Half a minute for 40 prompts, most of it the estimators' comparison.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from Gradient_evaluation.cli import Parser, UserError, run  # noqa: E402
+from Gradient_evaluation.durable_files import one_line_errors, write_bytes_atomic  # noqa: E402
+from plots.plot_tracecov import load_results  # noqa: E402
+
+NOTEBOOK = Path(__file__).resolve().parent / "results.ipynb"
+STYLE = """
+body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; color: #222; }
+h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; }
+img { max-width: 100%; height: auto; } pre { white-space: pre-wrap; color: #444; font-size: 14px; }
+code { background: #f2f2f2; padding: 0 0.2em; } .anchor-link, .jp-InputPrompt, .jp-OutputPrompt { display: none; }
+"""
+PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{style}</style></head>
+<body>
+{body}
+</body></html>
+"""
+
+
+def execute(environment: Mapping[str, str], folder: Path = NOTEBOOK.parent):
+    """plots/results.ipynb as a notebook with the outputs of a fresh kernel of this Python; nothing is written.
+
+    environment: variables the kernel gets beside this process's own (RESULTS, COMPARE, TRAINING). folder: where the
+    kernel starts. Raises nbclient's CellExecutionError where a cell fails.
+    """
+    import nbformat
+    from jupyter_client.kernelspec import KernelSpecManager
+    from jupyter_client.manager import KernelManager
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    with tempfile.TemporaryDirectory(prefix="report-") as private:
+        manager = KernelManager(
+            kernel_name="python3",
+            # no folders to look in: the kernel is the Python that runs this, not one that is installed for the user
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
+            connection_file=f"{private}/kernel.json",
+            **({} if os.name == "nt" else {"transport": "ipc"}),  # files in that folder instead of ports
+        )
+        try:
+            client = NotebookClient(notebook, km=manager, timeout=None, resources={"metadata": {"path": str(folder)}})
+            client.execute(env={**os.environ, **environment})
+        finally:
+            if manager.has_kernel:
+                manager.shutdown_kernel(now=True)
+    return notebook
+
+
+def to_html(notebook, title: str) -> str:
+    """An executed notebook's text and outputs, without its code, as one page of HTML without scripts."""
+    from nbconvert import HTMLExporter
+
+    exporter = HTMLExporter(template_name="basic", exclude_input=True, exclude_output_prompt=True)
+    body, _ = exporter.from_notebook_node(notebook)
+    return PAGE.format(title=html.escape(title), style=STYLE, body=body)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = Parser(prog="make_report.py", description="Every picture of a run in one HTML file.")
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json",
+                        help="results of run_tracecov.py; more than one: drawn beside the first")
+    parser.add_argument("--training", nargs="+", type=Path, default=[], metavar="SOURCE",
+                        help="training runs, as plot_training.py takes them (group_sizes.json beside the results)")
+    parser.add_argument("--out", type=Path, help="file to write (report_NAME.html beside the first results)")
+    flags = parser.parse_args(arguments)
+    for path in flags.results:
+        load_results(path)
+    for path in flags.training:
+        if not path.exists():
+            raise UserError(f"--training {path}: no such file or folder; give a run folder, a manifest.json or a log")
+    first, *others = (path.resolve() for path in flags.results)
+    name = first.stem.removeprefix("tracecov_")
+    out = flags.out or first.with_name(f"report_{name}.html")
+    try:
+        import nbclient, nbconvert  # noqa: E401, F401
+    except ImportError as error:
+        raise UserError(f"the report needs the package {error.name}; pip install -r requirements.txt") from None
+    notebook = execute({
+        "RESULTS": str(first),
+        "COMPARE": os.pathsep.join(map(str, others)),
+        "TRAINING": os.pathsep.join(str(path.resolve()) for path in flags.training),
+    })  # fmt: skip
+    with one_line_errors(out, "write"):
+        out.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomic(out, to_html(notebook, f"GRPO gradient estimates: {name}").encode())
+    print(out)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,115 @@
+"""What a run of run_tracecov.py left behind, read once for all pictures: its results and what its Grams say.
+
+    measured = load_measurement("outputs/demo/tracecov_tiny_model.json", compare_at=4)
+
+The Grams are those beside the results (``grams/``), or where the results say they were read from. Without them
+the pictures that need none can still be drawn; the others say so in one line.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from Gradient_evaluation import estimators, gram_store
+from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.estimator_table import ESTIMATORS, Moments, moments_of
+from Gradient_evaluation.prompt_bootstrap import PromptBootstrap
+from Gradient_evaluation.prompt_moments import PromptMoments
+from plots.plot_tracecov import load_results
+
+
+class Scores(NamedTuple):
+    """One prompt's continuations: rewards (N,) and squared score norms ||g||^2 (N,)."""
+
+    rewards: np.ndarray
+    norm_sq: np.ndarray
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Results, and from the Grams the moments and scores of every prompt, or a text that says why there are none.
+
+    compared, reasons: as ``estimators`` and ``reasons`` of ``estimators.summarise``, with one place in each list for
+    each of ``compared_sizes``: every estimator that the Grams allow, or without Grams those of the results.
+    """
+
+    label: str
+    results: dict
+    grams: PromptMoments | str
+    scores: list[Scores] = field(default_factory=list)
+    compared_sizes: list[int] = field(default_factory=list)
+    compared: dict = field(default_factory=dict)
+    reasons: dict = field(default_factory=dict)
+
+    @property
+    def moments(self) -> PromptMoments:
+        """The prompts' moments. Raises UserError where there are no Grams."""
+        if isinstance(self.grams, str):
+            raise UserError(self.grams)
+        return self.grams
+
+    @property
+    def bootstrap(self) -> PromptBootstrap:
+        """The resamples of prompts that the results' intervals are of."""
+        made = self.results.get("bootstrap") or {}
+        return PromptBootstrap(len(self.moments), made.get("n_bootstrap", 2000), made.get("seed", 0))
+
+    @property
+    def oracle_values(self) -> np.ndarray:
+        """(n,) V(x). Raises UserError where there are none."""
+        if isinstance(self.moments.oracle_value, str):
+            raise UserError(self.moments.oracle_value)
+        return self.moments.oracle_value
+
+    def at(self, name: str, group_size: int) -> Moments:
+        """One closed-form estimator's moments at any K. Raises UserError with the reason where it has none."""
+        found = moments_of(self.moments, name, group_size)
+        if isinstance(found.trace, str):
+            raise UserError(f"{name}: {found.trace}")
+        return found
+
+
+def load_measurement(path: str | Path, grams: str | Path | None = None, compare_at: int | None = None) -> Measurement:
+    """Read a results JSON and its Grams, one prompt at a time.
+
+    grams: their folder, if it is neither beside the results nor where the results say. compare_at: the K at which
+    estimators are compared (default: the least of K_list); about 0.03 s for each block of 64. Raises UserError where
+    the results cannot be read, or the folder given as ``grams``, or a file in it.
+    """
+    path = Path(path)
+    results = load_results(path)
+    label, compare_at = path.stem.removeprefix("tracecov_"), compare_at or min(results["K_list"])
+    folder = _grams_folder(path, results, grams)
+    if folder is None:
+        return Measurement(label, results, f"there are no Grams beside {path.name}, and this picture needs them",
+                           compared_sizes=results["K_list"], compared=results.get("estimators") or {},
+                           reasons=results.get("reasons") or {})  # fmt: skip
+    scores: list[Scores] = []
+    moments = estimators.reduce_prompts(_passing(folder, scores), [compare_at], list(ESTIMATORS))
+    seed = (results.get("bootstrap") or {}).get("seed", 0)
+    summary = estimators.summarise(moments, [compare_at], seed=seed, names=list(ESTIMATORS))
+    return Measurement(label, results, moments, scores, [compare_at], summary["estimators"], summary["reasons"])
+
+
+def _grams_folder(path: Path, results: dict, given: str | Path | None) -> Path | None:
+    if given is not None:
+        return Path(given)
+    named = (results.get("config") or {}).get("from_grams")
+    places = [path.parent / "grams", *([Path(named)] if named else [])]
+    return next((place for place in (reversed(places)) if any(place.glob("*.npz"))), None)
+
+
+def _passing(folder: Path, scores: list[Scores]) -> Iterator:
+    """The records of a folder, each noted in ``scores`` as it passes."""
+    total = len(list(folder.glob("*.npz")))
+    records: Iterable = gram_store.load_all(folder)
+    for record in tqdm(records, "reading Grams", total, unit="prompt", disable=not sys.stderr.isatty()):
+        scores.append(Scores(record.rewards, np.concatenate([np.diag(gram) for gram in record.grams])))
+        yield record

@@ -1,0 +1,97 @@
+"""What the cells of plots/results.ipynb call: where things are, what is missing, and a figure as an image.
+
+    RESULTS = setting("RESULTS", "outputs/demo/tracecov_tiny_model.json")      # a path, or several with settings()
+    picture(plot_ratio, measured)                                              # an image, or one line that says why not
+
+Needs IPython, which every notebook has. Nothing is looked for outside this machine.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from Gradient_evaluation.cli import UserError
+from plots.describe import describe
+from plots.measurement import Measurement
+from plots.plot_training import plot_training
+from plots.style import new_figure
+from plots.training_logs import load_runs
+
+ROOT = Path(__file__).resolve().parents[1]
+PIXELS_PER_INCH = 200
+SHOWN_PER_INCH = 120  # on the page
+
+
+def setting(name: str, default: str | None = None) -> Path | None:
+    """The path in the environment variable ``name``, else ``default``; relative ones start at the repository's root."""
+    value = os.environ.get(name) or default
+    return ROOT / value if value else None
+
+
+def settings(name: str) -> list[Path]:
+    """The paths in the environment variable ``name``, separated as in PATH (``:``; ``;`` on Windows); [] without it."""
+    return [ROOT / value for value in os.environ.get(name, "").split(os.pathsep) if value]
+
+
+def plot_training_beside(results: Path):
+    """Accuracy of the training runs by step and by group size; returns (figure, axes).
+
+    The runs are those in the variable TRAINING, else group_sizes.json beside the results. UserError without any.
+    """
+    sources = settings("TRAINING")
+    if not sources and (results.parent / "group_sizes.json").is_file():
+        sources = [results.parent / "group_sizes.json"]
+    if not sources:
+        raise UserError("there are no training runs; name them in the variable TRAINING, see plots/plot_training.py")
+    return plot_training([each for source in sources for each in load_runs(source)])
+
+
+def picture(draws: Callable | Sequence[Callable], *arguments, **keywords):
+    """Call one plot function, or several on panels of one figure, with the same arguments → an IPython image.
+
+    A panel that cannot be drawn (a UserError) is left out, and its reason is printed; None where none is left.
+    """
+    draws, usable, figure = [draws] if callable(draws) else draws, [], None
+    for draw in draws:
+        try:
+            figure = draw(*arguments, **keywords)[0]
+            usable.append(draw)
+        except UserError as error:
+            print(f"not shown: {error}")
+    if len(usable) > 1:
+        figure, axes = new_figure(len(usable), height=3.6)
+        for draw, ax in zip(usable, axes):
+            draw(*arguments, **keywords, ax=ax)
+    return as_image(figure, " ".join(_about(draw) for draw in usable)) if usable else None
+
+
+def as_image(figure: Figure, about: str = ""):
+    """A figure as an IPython image, sharp on a screen of high resolution, with the text a screen reader reads."""
+    from IPython.display import Image
+
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=PIXELS_PER_INCH, bbox_inches="tight", pad_inches=0.03)
+    data = buffer.getvalue()
+    width = int.from_bytes(data[16:20], "big")  # of the PNG header
+    return Image(data, width=round(width * SHOWN_PER_INCH / PIXELS_PER_INCH), alt=about)
+
+
+def _about(draw: Callable) -> str:
+    return (draw.__doc__ or "").strip().split("\n")[0].split("; returns")[0]
+
+
+def print_summary(measured: Measurement) -> None:
+    """Model, law and sizes in a few lines, and what of them is missing."""
+    results = measured.results
+    print(describe(results) or measured.label)
+    print(", ".join(f"{results[f'n_{what}']:,} {what}" for what in ("prompts", "continuations") if results.get(f"n_{what}"))
+          or "the number of prompts is not in the results")  # fmt: skip
+    if isinstance(measured.grams, str):
+        print(f"note: {measured.grams}")
+    elif results.get("n_prompts") not in (None, len(measured.grams)):
+        print(f"note: the Grams are of {len(measured.grams)} prompts, the results of {results['n_prompts']}")

@@ -1,0 +1,102 @@
+"""Do the scores behave as the method asks? Their norms against the reward, and their mean, which must be 0.
+
+Functions for plots/results.ipynb; each takes a ``Measurement`` with Grams (else it raises UserError) and an ``ax``,
+and returns (figure, ax). g is a continuation's score, the gradient of its log-probability; norms are in squared
+gradient units.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from Gradient_evaluation.cli import UserError
+from plots.measurement import Measurement
+from plots.style import COLOURS, CURVES, finish, new_ax
+
+MAX_LEVELS = 5  # boxes; rewards of more distinct values are put in as many classes of equal width
+
+
+def reward_classes(rewards: np.ndarray) -> list[tuple[str, np.ndarray]]:
+    """[(name, (N,) member or not), ...] of rewards (N,): each value, or five classes of equal width, empty ones left out."""
+    levels = np.unique(rewards)
+    if len(levels) <= MAX_LEVELS:
+        return [(f"{level:g}", rewards == level) for level in levels]
+    edges = np.linspace(levels[0], levels[-1], MAX_LEVELS + 1)
+    number = np.clip(np.searchsorted(edges, rewards, side="right") - 1, 0, MAX_LEVELS - 1)
+    found = [(f"{edges[i]:.2g} to {edges[i + 1]:.2g}", number == i) for i in range(MAX_LEVELS)]
+    return [(name, members) for name, members in found if members.any()]
+
+
+def plot_score_norms(measured: Measurement, ax=None):
+    """||g||^2 of single continuations by reward: medians, quartiles, 5 to 95% whiskers, and means (diamonds)."""
+    measured.moments
+    ax = new_ax(ax)
+    rewards = np.concatenate([each.rewards for each in measured.scores])
+    norm_sq = np.concatenate([each.norm_sq for each in measured.scores])
+    classes = [(name, norm_sq[members & (norm_sq > 0)]) for name, members in reward_classes(rewards)]
+    classes = [(name, values) for name, values in classes if len(values)]
+    if not classes:
+        raise UserError("every score is 0: there are no norms to draw")
+    ax.boxplot(
+        [values for _, values in classes], whis=(5, 95), showfliers=False, showmeans=True, widths=0.5,
+        medianprops={"color": "black"}, meanprops={"marker": "D", "markerfacecolor": COLOURS[0], "markersize": 6,
+                                                   "markeredgecolor": "black"},
+    )  # fmt: skip
+    ax.set_yscale("log")
+    names = [f"{name}\nn = {len(values):,}\nmean {values.mean():.4g}" for name, values in classes]
+    ax.set_xticks(range(1, len(classes) + 1), names)
+    ax.set_xlabel("reward of the continuation")
+    ax.set_ylabel("squared score norm\n(box: quartiles, diamond: mean)")
+    finish(ax)
+    return ax.get_figure(), ax
+
+
+def best_baseline(scores) -> float:
+    """b* = E[Z ||g||^2] / E||g||^2 of one prompt; NaN where every score is 0."""
+    total = scores.norm_sq.sum()
+    return float((scores.rewards * scores.norm_sq).sum() / total) if total > 0 else np.nan
+
+
+def plot_best_baselines(measured: Measurement, group_size: int, ax=None):
+    """The best prompt-only baseline b* of each prompt against V(x), marked by whether GRPO is noisier than vanilla.
+
+    On the diagonal ||g||^2 is uncorrelated with the reward (the paper's Assumption 2). A constant baseline b has the
+    variance A - 2 b N + b^2 D with b* = N/D, so below b* = V/2 the baseline V(x) is worse than none.
+    """
+    ax, values = new_ax(ax, height=3.7), measured.oracle_values
+    best = np.array([best_baseline(each) for each in measured.scores])
+    noisier = measured.at("grpo", group_size).trace > measured.at("naive", group_size).trace
+    ax.fill_between([0, 1], [0, 0.5], color="#999999", alpha=0.25, linewidth=0, label="V(x) worse than no baseline")
+    ax.plot([0, 1], [0, 1], color="black", linewidth=1, label="Assumption 2 holds: b* = V(x)")
+    for chosen, name, marker, text in ((noisier, "naive", "s", "noisier"), (~noisier, "grpo", "o", "less noisy")):
+        ax.plot(values[chosen], best[chosen], linestyle="", marker=marker, color=CURVES[name].colour, markersize=4.5,
+                markerfacecolor=CURVES[name].colour if text == "noisier" else "none",
+                label=f"GRPO {text} than vanilla ({chosen.sum()} of {len(values)})")  # fmt: skip
+    ax.set_xlabel(f"V(x): probability of a right answer\n(n = {len(values):,} prompts, K = {group_size})")
+    ax.set_ylabel("best baseline b*(x)")
+    finish(ax, loc="lower center", bbox_to_anchor=(0.4, 1.0))
+    return ax.get_figure(), ax
+
+
+def plot_on_policy_check(measured: Measurement, ax=None):
+    """Unbiased ||E g||^2 of each prompt over the mean E||g||^2 of all, and their mean with its 95% interval.
+
+    The mean is 0 within its interval when the scores are those of the law that was sampled.
+    """
+    ax, moments = new_ax(ax), measured.moments
+    check = measured.results.get("on_policy_check") or {}
+    if check.get("ratio") is None:
+        raise UserError("the results hold no on-policy check")
+    values = np.sort(moments.score_mean_sq / moments.score_norm_sq[:, 0].mean())
+    ax.plot(np.arange(1, len(values) + 1), values, linestyle="", marker="o", markersize=3, color=COLOURS[0],
+            label="one prompt")  # fmt: skip
+    ratio, error = check["ratio"], check.get("standard_error")
+    if error is not None:
+        ax.axhspan(ratio - 1.96 * error, ratio + 1.96 * error, color=COLOURS[1], alpha=0.25, linewidth=0)
+    text = f"mean {ratio:.2g}" + ("" if error is None else f" ± {1.96 * error:.2g} (95%)")
+    ax.axhline(ratio, color=COLOURS[1], linestyle="--", linewidth=1.5, label=text)
+    ax.axhline(0, color="black", linewidth=0.8)
+    ax.set_xlabel(f"prompts in order of their estimate\n(n = {len(values):,} prompts)")
+    ax.set_ylabel("share of the score's mean\n||E g||² / E||g||²")
+    finish(ax)
+    return ax.get_figure(), ax

@@ -1,0 +1,202 @@
+"""What commands does README.md hold, and would each start? Every word of them, against the parsers and files there are.
+
+    for command in readme_commands(): check(command)        # AssertionError says what is wrong with it
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAMS = ("python", ".venv/bin/python", "bash", "make", "pip", "ray", "wandb", "export")
+WRITTEN_BY = ("--out", "--out_dir", "--save_json", "--plot_path", "--run_dir", "--sweep_dir", "--target_dir", "--local_dir")
+# the names of what the scripts write; an outputs/ path of the README that is read must be one of them
+OUTPUTS = re.compile(r"oracle_v_n\d+_[\w.-]+\.jsonl|tracecov_(?!.*_detailed)[\w.-]+\.json|grams|manifest\.json|"
+                     r"group_sizes\.json|(train|val)\.parquet|arithmetic_\w+\.jsonl")  # fmt: skip
+SWEEPS_OWN = {"--dry_run": 0, "--env": 1, "--sweep_dir": 1}  # read by the shell script itself
+
+
+class Command(NamedTuple):
+    """One command: its words, and the variables set before it."""
+
+    text: str
+    words: list[str]
+    variables: dict[str, str]
+
+
+class Parsed(Exception):
+    """A script's parser has accepted its arguments."""
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    """The fenced blocks of one language, indented ones too, without their indent."""
+    found = re.finditer(rf"^( *)```{language}\n(.*?)^\1```", text, re.MULTILINE | re.DOTALL)
+    return [re.sub(rf"^{match[1]}", "", match[2], flags=re.MULTILINE) for match in found]
+
+
+def commands_in(block: str) -> Iterator[Command]:
+    """The commands of a shell block, continued lines joined, comments left out."""
+    for line in block.replace("\\\n", " ").splitlines():
+        words, variables = shlex.split(line, comments=True), {}
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            name, _, value = words.pop(0).partition("=")
+            variables[name] = value
+        if words:
+            yield Command(" ".join(line.split()), words, variables)
+
+
+def readme_commands(text: str | None = None) -> list[Command]:
+    """Every command of the bash blocks, and those in running text that begin with a program and have arguments."""
+    text = text if text is not None else (ROOT / "README.md").read_text()
+    blocks = code_blocks(text, "bash")
+    prose = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.MULTILINE | re.DOTALL)
+    inline = [words for words in re.findall(r"`([^`]+)`", prose) if re.match(r"[\w./]+ +\S", words)]
+    blocks += [words for words in inline if words.split()[0] in PROGRAMS]
+    return [command for block in blocks for command in commands_in(block)]
+
+
+def check(command: Command) -> None:
+    """Raise AssertionError unless the command's program, flags, values and files are there. Nothing is run."""
+    program, *arguments = command.words
+    assert program in PROGRAMS, f"{program}: a command of no known kind; teach tests/readme_commands.py to check it"
+    if program in ("python", ".venv/bin/python"):
+        check_python(arguments)
+    elif program == "bash":
+        check_shell(arguments, command.variables)
+    elif program == "make":
+        make_lines(arguments)
+    elif program in ("ray", "wandb"):
+        check_outer_program(command.words)
+    else:
+        assert arguments, f"{program}: has no arguments"
+        packages = r'[\w.-]+(\[\w+\])?([=<>]=[\d.]+)?'
+        wanted = packages if program == "pip" else r"[A-Z_]+=\S+"
+        names = arguments[1:] if program == "pip" else arguments
+        assert all(re.fullmatch(wanted, name) or name.startswith("-r") or (ROOT / name).is_file() for name in names)
+
+
+def check_python(arguments: Sequence[str]) -> None:
+    """python FILE ... or python -m MODULE ..."""
+    if arguments[0] != "-m":
+        check_paths(arguments)
+        parse(arguments[0], arguments[1:])
+        return
+    module, rest = arguments[1], list(arguments[2:])
+    assert module in ("pytest", "verl.model_merger"), f"-m {module}: teach tests/readme_commands.py to check it"
+    if module == "pytest":
+        check_paths(rest)
+        markers = re.findall(r"^    (\w+):", (ROOT / "tests" / "pytest.ini").read_text(), re.MULTILINE)
+        chosen = rest[rest.index("-m") + 1] if "-m" in rest else ""
+        assert set(re.findall(r"\w+", chosen)) <= {"not", "and", "or", *markers}, f"-m {chosen}: no such marker"
+        others = [word for word in rest if word.startswith("-") and word not in ("-m", "-q", "-x")]
+        assert not others, f"pytest {others}: teach tests/readme_commands.py to check it"
+
+
+def check_shell(arguments: Sequence[str], variables: dict[str, str]) -> None:
+    """bash FILE ..., for the launcher and the sweep: settings as flags or variables, with their values."""
+    script = Path(arguments[0]).name
+    arguments = [word for word in arguments if word != "..."]
+    check_paths(arguments)
+    if script == "grpo_train.sh":
+        from Policy_Optimization.settings import read_settings
+
+        with one_line():
+            read_settings(arguments[1:], variables)
+        return
+    assert script == "sweep_group_size.sh", f"{arguments[0]}: teach tests/readme_commands.py to check it"
+    from Policy_Optimization.settings import SETTINGS
+
+    unknown = set(variables) - {setting.name.upper() for setting in SETTINGS}
+    assert not unknown, f"{unknown}: no such setting"
+    rest, words = [], iter(arguments[1:])
+    for word in words:
+        if word not in SWEEPS_OWN:
+            rest.append(word)
+        for _ in range(SWEEPS_OWN.get(word, 0)):
+            assert next(words, None), f"{word}: a value is missing"
+    parse("Policy_Optimization/sweep_manifest.py", ["plan", *rest, "--sweep_dir", "x"])
+
+
+def check_outer_program(words: Sequence[str]) -> None:
+    """ray and wandb: a command we know, and what follows ``--`` is checked as a command of its own."""
+    known = {"ray": ("start", "status", "job"), "wandb": ("sync", "login")}
+    assert words[1] in known[words[0]], f"{words[0]} {words[1]}: teach tests/readme_commands.py to check it"
+    if "--" in words:
+        inner = [re.sub(r"^/shared/repo/", "", word) for word in words[list(words).index("--") + 1 :]]
+        check(Command(shlex.join(inner), inner, {}))
+
+
+def make_lines(arguments: Sequence[str]) -> list[Command]:
+    """What make would run for these targets (``make -n``), as commands; AssertionError for an unknown target."""
+    done = subprocess.run(["make", "-n", "-o", ".venv/installed", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for word in arguments:
+        if "=" in word:
+            check_paths([word.partition("=")[2]])
+    return [command for command in commands_in(done.stdout) if not command.words[0].startswith("make")]
+
+
+def check_paths(arguments: Sequence[str]) -> None:
+    """Files of the repository must exist; what is read from outputs/ must have a name that the scripts write."""
+    before = ""
+    for word in arguments:
+        top = word.split("/")[0]
+        if top == "outputs":
+            known = before in WRITTEN_BY or OUTPUTS.fullmatch(Path(word).name) or word.startswith("outputs/demo/problems")
+            assert known, f"{word}: no script writes a file of this name"
+        elif "/" in word and (ROOT / top).is_dir() or word.endswith((".py", ".sh")):
+            assert (ROOT / word).exists(), f"{word}: no such file"
+        before = word if word.startswith("-") else before
+
+
+def parse(script: str, arguments: Sequence[str]) -> None:
+    """Let a script's own parser judge the arguments, and stop there."""
+    main = importlib.import_module(".".join(Path(script).with_suffix("").parts)).main
+    original, argv = argparse.ArgumentParser.parse_args, sys.argv
+
+    def parse_args(parser, args=None, namespace=None):
+        raise Parsed(original(parser, args, namespace))
+
+    argparse.ArgumentParser.parse_args, sys.argv = parse_args, [script, *arguments]
+    try:
+        with one_line():
+            main()
+        raise AssertionError(f"{script}: its main reads no arguments")
+    except Parsed:
+        pass
+    finally:
+        argparse.ArgumentParser.parse_args, sys.argv = original, argv
+
+
+@contextlib.contextmanager
+def one_line():
+    """A refusal, by exit or as a UserError, becomes an AssertionError with its line."""
+    from Gradient_evaluation.cli import UserError
+
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except SystemExit as end:
+        raise AssertionError(said.getvalue().strip() or f"exit code {end.code}") from None
+    except UserError as error:
+        raise AssertionError(str(error)) from None
+
+
+def help_flags(words: Sequence[str]) -> set[str]:
+    """The flags that ``words --help`` names."""
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0"}
+    done = subprocess.run([*words, "--help"], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-500:]
+    return set(re.findall(r"--[\w-]+", done.stdout))

@@ -1,0 +1,201 @@
+"""The pictures of a run show the numbers of its results and Grams, and say in one line what is missing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from Gradient_evaluation import estimators, gram_store
+from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.estimator_table import ESTIMATORS
+from plots.measurement import Scores, load_measurement
+from plots.plot_estimators import (fit_ratio_law, missing, plot_any_group_size, plot_estimators, plot_ratio,
+                                   ratios_by_size)
+from plots.plot_prompts import difficulty, plot_prompt_traces, plot_variance_shares
+from plots.plot_scores import (best_baseline, plot_best_baselines, plot_on_policy_check, plot_score_norms,
+                               reward_classes)
+
+NEED_GRAMS = [
+    (plot_prompt_traces, (4,)), (plot_variance_shares, (4,)), (plot_score_norms, ()), (plot_best_baselines, (4,)),
+    (plot_on_policy_check, ()), (plot_any_group_size, ()),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def path(small_run):
+    return small_run / "tracecov_tiny_model.json"
+
+
+@pytest.fixture(scope="module")
+def measured(path):
+    return load_measurement(path, compare_at=4)
+
+
+@pytest.fixture(scope="module")
+def without_grams(path, tmp_path_factory):
+    return load_measurement(shutil.copy(path, tmp_path_factory.mktemp("alone")))
+
+
+def lines(ax) -> dict:
+    return {line.get_label(): (np.asarray(line.get_xdata()), np.asarray(line.get_ydata())) for line in ax.lines}
+
+
+def starting(shown: dict, text: str):
+    (found,) = [value for label, value in shown.items() if label.startswith(text)]
+    return found
+
+
+def test_each_prompt_is_drawn_at_its_v_and_its_trace(measured, small_run):
+    rows = json.loads((small_run / "tracecov_tiny_model_K4_detailed.json").read_text())
+    _, ax = plot_prompt_traces(measured, 4)
+    shown = lines(ax)
+    for name, label in (("naive", "vanilla"), ("grpo", "GRPO"), ("oracleV", "oracle")):
+        expected = [(row["V_oracle"], row["trace_cov"][name]) for row in rows if row["trace_cov"][name] > 0]
+        assert np.transpose(starting(shown, label)) == pytest.approx(np.array(expected))
+    left_out = sum(row["trace_cov"]["grpo"] <= 0 for row in rows)
+    assert not left_out or any(label == f"GRPO ({left_out} at 0 or below)" for label in shown)
+
+
+def test_the_bars_of_hard_middle_and_easy_prompts_add_up_to_the_mean(measured):
+    _, ax = plot_variance_shares(measured, 4)
+    place = measured.results["K_list"].index(4)
+    bars = [container for container in ax.containers if hasattr(container, "patches")]
+    for name, container in zip(("naive", "grpo", "oracleV"), bars):
+        total = sum(bar.get_height() for bar in container)
+        assert total == pytest.approx(measured.results["conditional_on_x"][name][place])
+    counts = [int(text.get_text().split("n = ")[1]) for text in ax.get_xticklabels()]
+    assert sum(counts) == 6
+
+
+def test_difficulty_has_its_bounds_where_the_labels_say():
+    assert difficulty(np.array([0, 0.249, 0.25, 0.75, 0.751, 1])).tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_the_ratio_law_is_recovered_exactly_from_ratios_that_follow_it():
+    sizes = [2, 4, 8, 64]
+    assert fit_ratio_law(sizes, [1 + 1.7 / (size - 1) for size in sizes]) == pytest.approx(1.7, rel=1e-12)
+
+
+def test_the_ratio_is_that_of_the_mean_traces_with_and_without_grams(measured, without_grams):
+    means = measured.results["conditional_on_x"]
+    expected = [grpo / oracle for grpo, oracle in zip(means["grpo"], means["oracleV"])]
+    for each in (measured, without_grams):
+        sizes, ratios, intervals = ratios_by_size(each)
+        assert sizes == [2, 4, 8] and ratios == pytest.approx(expected)
+        assert all(interval is None for interval in intervals) == (each is without_grams)
+        _, ax = plot_ratio(each)
+        fitted = starting(lines(ax), "fitted")
+        assert fitted[1] == pytest.approx(1 + fit_ratio_law(sizes, ratios) / (fitted[0] - 1))
+
+
+def test_rewards_are_classed_by_value_or_in_five_of_equal_width():
+    binary = reward_classes(np.array([0.0, 1.0, 1.0]))
+    assert [(name, members.tolist()) for name, members in binary] == [("0", [True, False, False]),
+                                                                     ("1", [False, True, True])]  # fmt: skip
+    rewards = np.linspace(0, 1, 101)
+    classes = reward_classes(rewards)
+    assert [name for name, _ in classes] == ["0 to 0.2", "0.2 to 0.4", "0.4 to 0.6", "0.6 to 0.8", "0.8 to 1"]
+    assert np.sum([members for _, members in classes], axis=0).tolist() == [1] * 101
+    assert [rewards[members].min() for _, members in classes] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8], abs=0.011)
+
+
+def test_the_means_of_the_score_norms_are_those_of_the_results(measured):
+    _, ax = plot_score_norms(measured)
+    texts = [text.get_text() for text in ax.get_xticklabels()]
+    for name, text in zip(("wrong", "right"), texts):
+        found = measured.results["score_norm_sq"][name]
+        assert f"n = {found['n_continuations']:,}" in text and f"mean {found['mean']:.4g}" in text
+
+
+def test_the_best_baseline_is_the_reward_weighted_by_the_squared_norms():
+    assert best_baseline(Scores(np.array([1.0, 0.0, 1.0]), np.array([1.0, 2.0, 5.0]))) == pytest.approx(6 / 8)
+    assert np.isnan(best_baseline(Scores(np.ones(2), np.zeros(2))))
+
+
+def test_prompts_are_marked_by_whether_grpo_is_noisier_than_vanilla(measured, small_run):
+    rows = json.loads((small_run / "tracecov_tiny_model_K4_detailed.json").read_text())
+    noisier = sum(row["trace_cov"]["grpo"] > row["trace_cov"]["naive"] for row in rows)
+    _, ax = plot_best_baselines(measured, 4)
+    shown = lines(ax)
+    assert len(starting(shown, f"GRPO noisier than vanilla ({noisier} of 6)")[0]) == noisier
+    assert len(starting(shown, f"GRPO less noisy than vanilla ({6 - noisier} of 6)")[0]) == 6 - noisier
+
+
+def test_the_on_policy_points_average_to_the_ratio_of_the_results(measured):
+    _, ax = plot_on_policy_check(measured)
+    shown, check = lines(ax), measured.results["on_policy_check"]
+    assert shown["one prompt"][1].mean() == pytest.approx(check["ratio"])
+    assert starting(shown, "mean")[1] == pytest.approx([check["ratio"]] * 2)
+    (band,) = ax.patches
+    assert band.get_height() == pytest.approx(2 * 1.96 * check["standard_error"])
+
+
+def test_any_group_size_is_what_the_script_would_compute_from_the_grams(measured, small_run):
+    sizes = [2, 3, 5, 8, 100]
+    _, ax = plot_any_group_size(measured, sizes=sizes)
+    summary = estimators.summarise(gram_store.load_all(small_run / "grams"), sizes)
+    shown = lines(ax)
+    for label, values in (("vanilla", summary["conditional_on_x"]["naive"]), ("GRPO", summary["conditional_on_x"]["grpo"]),
+                          ("floor", summary["best_baseline"])):  # fmt: skip
+        assert starting(shown, label)[1] == pytest.approx(values)
+    (band,) = [each for each in ax.collections if each.get_facecolor()[0, 0] == pytest.approx(0)][:1]  # GRPO's blue
+    heights = band.get_paths()[0].vertices
+    low, high = summary["conditional_on_x_ci95"]["grpo"][1]
+    at_three = heights[heights[:, 0] == 3][:, 1]
+    assert (at_three.min(), at_three.max()) == pytest.approx((low, high))
+
+
+def test_all_estimators_are_compared_although_the_results_have_the_default_ones(measured, small_run):
+    assert set(measured.results["estimators"]) < set(measured.compared) == set(ESTIMATORS)
+    names = list(ESTIMATORS)
+    prompts = estimators.reduce_prompts(gram_store.load_all(small_run / "grams"), [4], names)
+    expected = estimators.summarise(prompts, [4], names=names)["estimators"]
+    _, ax = plot_estimators(measured)
+    shown = {text.get_text() for text in ax.get_yticklabels()}
+    assert shown == {name for name, found in expected.items() if found["effective_group_size"][0] is not None}
+    places = {c.lines[0].get_ydata()[0]: c.lines[0].get_xdata()[0] for c in ax.containers}
+    for place, text in enumerate(ax.get_yticklabels()):
+        assert places[place] == pytest.approx(expected[text.get_text()]["effective_group_size"][0])
+    told = dict(line.split(": ", 1) for line in missing(measured))
+    assert set(told) == set(expected) - shown and "no greedy continuation" in told["greedy"]
+
+
+def test_without_grams_the_estimators_of_the_results_are_drawn(without_grams):
+    _, ax = plot_estimators(without_grams, quantity="mse")
+    assert {text.get_text() for text in ax.get_yticklabels()} <= set(without_grams.results["estimators"])
+    assert "K = 2" in ax.get_xlabel()
+
+
+@pytest.mark.parametrize("draw, more", NEED_GRAMS, ids=lambda value: getattr(value, "__name__", ""))
+def test_without_grams_a_picture_that_needs_them_says_so_in_one_line(without_grams, draw, more):
+    with pytest.raises(UserError, match="no Grams beside tracecov_tiny_model.json") as caught:
+        draw(without_grams, *more)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_grams_of_a_recomputed_run_are_those_it_was_computed_from(path, small_run, tmp_path):
+    results = json.loads(path.read_text())
+    results["config"]["from_grams"] = str(small_run / "grams")
+    elsewhere = tmp_path / "tracecov_any_K.json"
+    elsewhere.write_text(json.dumps(results))
+    assert len(load_measurement(elsewhere, compare_at=2).moments) == 6
+
+
+def test_a_wrong_folder_of_grams_is_one_line(path, tmp_path):
+    with pytest.raises(UserError, match="holds no .npz files"):
+        load_measurement(path, grams=tmp_path)
+    with pytest.raises(UserError, match="no such file"):
+        load_measurement(Path("none.json"))
+
+
+def test_results_without_oracle_values_say_so(measured):
+    from dataclasses import replace
+
+    bare = replace(measured, grams=replace(measured.grams, oracle_value="no oracle value V(x) (6 of 6 prompts)"))
+    for draw in (plot_prompt_traces, plot_variance_shares, plot_best_baselines):
+        with pytest.raises(UserError, match="no oracle value"):
+            draw(bare, 4)
+    figure, ax = plot_any_group_size(bare)
+    assert "oracle V(x) (not computed)" in lines(ax)

@@ -1,0 +1,225 @@
+"""Every command and every snippet of README.md works: checked word by word, and run on the tiny model where it can be.
+
+The quick tests let each script's own parser judge the command and look for the files it names. The long one (slow)
+runs the commands in their order in a copy of the repository, where folders named like the README's models and data
+sets hold the tiny model and a few problems; ADDED makes them small, and training stops at --dry_run.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from readme_commands import (ROOT, Command, check, code_blocks, commands_in, help_flags, make_lines, readme_commands)
+
+COMMANDS = readme_commands()
+
+
+def only(text: str) -> Command:
+    (command,) = commands_in(text)
+    return command
+
+
+def test_the_readme_has_commands_of_every_script_a_person_runs():
+    named = " ".join(command.text for command in COMMANDS)
+    for script in ("calculate_oracle_v.py", "run_tracecov.py", "grpo_train.sh", "sweep_group_size.sh", "plot_tracecov.py",
+                   "plot_group_size.py", "plot_training.py", "make_arithmetic.py", "prepare_parquet.py",
+                   "train_group_sizes.py"):  # fmt: skip
+        assert script in named
+    assert len(COMMANDS) >= 25
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text[:60])
+def test_a_command_names_programs_flags_values_and_files_that_exist(command):
+    check(command)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("python Gradient_evaluation/run_tracecov.py --oracle_tabel x", "unrecognized arguments: --oracle_tabel"),
+        ("python Gradient_evaluation/run_tracecov.py --T 0 --from_grams g", "must be at least 1"),
+        ("python Gradient_evaluation/calculate_oracle_v.py --reward maths", "invalid choice: 'maths'"),
+        ("python Gradient_evaluation/calculate_v.py --n_oracle 3", "calculate_v.py: no such file"),
+        ("python Gradient_evaluation/calculate_oracle_v.py --model data/small_model", "data/small_model: no such file"),
+        ("python plots/plot_tracecov.py outputs/qwen/trace_cov_a.json --out a.pdf", "no script writes a file of this name"),
+        ("python plots/plot_tracecov.py outputs/qwen/tracecov_a.json", "--out"),
+        ("python plots/plot_tracecov.py outputs/qwen/tracecov_a.json --out a.pdf --colour", "--colour"),
+        ("python -m verl.trainer.main_ppo", "teach"),
+        ("python -m pytest -m gpu tests", "no such marker"),
+        ("bash Policy_Optimization/grpo_train.sh --groupsize 32", "--groupsize"),
+        ("bash Policy_Optimization/grpo_train.sh --group_size 3", "does not divide"),
+        ("bash Policy_Optimization/train.sh --group_size 4", "no such file"),
+        ("GROUP=3 bash Policy_Optimization/sweep_group_size.sh --seeds 0", "no such setting"),
+        ("bash Policy_Optimization/sweep_group_size.sh --seed 0", "--seed"),
+        ("ray job submit --address=a -- bash /shared/repo/Policy_Optimization/grpo_train.sh --nodes 2", "--nodes"),
+        ("ray up", "teach"),
+        ("make demonstrate", "demonstrate"),
+        ("docker run image", "a command of no known kind"),
+        ("pip install 'verl = 3'", ""),
+    ],
+)
+def test_a_wrong_command_would_be_found(text, message):
+    with pytest.raises(AssertionError) as caught:
+        check(only(text))
+    assert message in str(caught.value)
+
+
+def test_commands_are_found_in_indented_blocks_continued_lines_and_running_text():
+    text = "1. a\n   ```bash\n   # why\n   X=1 python a.py \\\n       --b 'c d'  # so\n   ```\nand `make x` but `not this` or `K`\n"
+    assert [(command.words, command.variables) for command in readme_commands(text)] == [
+        (["python", "a.py", "--b", "c d"], {"X": "1"}), (["make", "x"], {})]  # fmt: skip
+
+
+def test_what_make_runs_is_checked_too():
+    for target in ("demo", "test", "test-all", "report"):
+        lines = make_lines([target])
+        assert lines
+        for command in lines:
+            check(command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command",
+    [command for command in COMMANDS if command.words[0] in ("ray", "wandb") or "verl.model_merger" in command.words],
+    ids=lambda command: command.text[:60],
+)
+def test_flags_of_other_peoples_programs_are_in_their_help(command):
+    words = command.words[: command.words.index("--")] if "--" in command.words else command.words
+    n = 3 if words[:2] == ["ray", "job"] else 4 if words[0] == "python" else 2
+    program = shutil.which(words[0], path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None or words[0] == "python" and not _has("verl"):
+        pytest.skip(f"{words[0]} is not installed")
+    program = sys.executable if words[0] == "python" else program
+    flags = {word.partition("=")[0] for word in words[n:] if word.startswith("--")}
+    assert flags <= help_flags([program, *words[1:n]])
+
+
+def _has(package: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(package) is not None
+
+
+# Small numbers for a command that begins so; the last of two flags counts. None: not run, with the reason.
+TOKENS = ["--max_new_tokens", "8"]
+SCRIPTS = "Gradient_evaluation/"
+ADDED = {
+    "data/make_arithmetic.py --n 40": ["--n", "4"],
+    "data/make_arithmetic.py": [],
+    SCRIPTS + "calculate_oracle_v.py": TOKENS,
+    SCRIPTS + "run_tracecov.py --from_grams": [],
+    SCRIPTS + "run_tracecov.py": [*TOKENS, "--K_list", "4", "8", "--M", "4"],
+    "Policy_Optimization/train_group_sizes.py": [*TOKENS, "--steps", "1", "--seeds", "1", "--group_sizes", "2", "4",
+        "--budget", "8", "--n_train", "4", "--n_held_out", "2", "--eval_samples", "2", "--overwrite"],
+    "data/prepare_parquet.py gsm8k": ["--train", "gsm8k.jsonl", "--val", "gsm8k.jsonl"],
+    "Policy_Optimization/grpo_train.sh": ["--dry_run"],
+    "Policy_Optimization/sweep_group_size.sh --recommended": ["--dry_run", "--seeds", "0"],
+    "Policy_Optimization/sweep_group_size.sh": ["--dry_run", "--seeds", "0", "--group_sizes", "32"],
+    "plots/": [],
+    "-m pytest": None,  # the tests themselves
+    "-m verl.model_merger": None,  # needs a checkpoint of several GPUs
+}  # fmt: skip
+NOT_RUN = ("ray", "wandb", "pip", "export")  # a cluster, an account, an installation: checked above
+
+
+def added(command: Command) -> list[str] | None:
+    text = " ".join(command.words[1:])
+    for beginning, flags in ADDED.items():
+        if text.startswith(beginning):
+            return flags
+    raise AssertionError(f"{command.text}: in no category of ADDED; say there how it is run or why not")
+
+
+def test_every_command_is_run_or_has_a_reason_not_to_be():
+    for command in COMMANDS:
+        expanded = make_lines(command.words[1:]) if command.words[0] == "make" else [command]
+        for each in expanded:
+            if each.words[0] not in NOT_RUN:
+                added(each)
+
+
+def test_a_command_in_no_category_fails():
+    with pytest.raises(AssertionError, match="in no category"):
+        added(only("python Gradient_evaluation/new_script.py --x"))
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the repository with stand-ins for what the README takes from the hub or from earlier work."""
+    from data.make_arithmetic import make_problems, write_jsonl
+    from datasets import Dataset, DatasetDict
+    from Policy_Optimization.sweep_manifest import make_plan
+
+    place = tmp_path_factory.mktemp("readme") / "copy"
+    left_out = shutil.ignore_patterns(".git", ".venv*", "outputs", "__pycache__", ".hypothesis", ".pytest_cache")
+    shutil.copytree(ROOT, place, ignore=left_out)
+    for name in ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "RUN_DIR/model"):
+        shutil.copytree(ROOT / "data" / "tiny_model", place / name)
+    problems = make_problems(3, seed=3)
+    DatasetDict({"train": Dataset.from_list(problems)}).save_to_disk(place / "Kyleyee" / "arithmetic-test")
+    questions = [{"question": f"{row['prompt'][0]['content']} ({number})", "answer": f"So.\n#### {row['ground_truth']}"}
+                 for number, row in enumerate(make_problems(40, seed=4))]  # fmt: skip
+    write_jsonl(questions, place / "gsm8k.jsonl")
+    law = {"group_size_law": {"G_star": 32.0, "powers_of_two": [32]}}
+    (place / "outputs" / "qwen").mkdir(parents=True)
+    (place / "outputs" / "qwen" / "tracecov_Qwen2.5-1.5B-Instruct.json").write_text(json.dumps(law))
+    make_plan(place / "outputs" / "sweep", [32], [0], {"budget": 1024, "update_budget": 256, "epoch_budget": 128})
+    logs = place / "outputs" / "sweep" / "g32_seed0" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "metrics_1.jsonl").write_text('{"step": 5, "data": {"val-core/openai/gsm8k/acc/mean@1": 0.5}}\n')
+    return place
+
+
+def environment() -> dict[str, str]:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def run_it(command: Command, place: Path) -> None:
+    flags = added(command)
+    if flags is None:
+        return
+    if command.words[0] == "bash" and not _has("verl"):
+        return
+    words = [sys.executable if re.search("python$", word) else word for word in command.words]
+    done = subprocess.run([*words, *flags], cwd=place, capture_output=True, text=True,
+                          env={**environment(), **command.variables})  # fmt: skip
+    assert done.returncode == 0, f"{command.text}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
+
+
+@pytest.mark.slow
+def test_the_readme_run_from_its_first_command_to_its_last(copy):
+    text = (ROOT / "README.md").read_text()
+    ran = 0
+    for command in [command for block in code_blocks(text, "bash") for command in commands_in(block)]:
+        base = copy / "outputs" / "base" / "tracecov_Qwen2.5-0.5B.json"
+        if "outputs/base" in command.text and not base.exists():  # the same measurement of another model
+            base.parent.mkdir()
+            shutil.copy(copy / "outputs" / "qwen" / "tracecov_Qwen2.5-0.5B-Instruct.json", base)
+        for each in make_lines(command.words[1:]) if command.words[0] == "make" else [command]:
+            if each.words[0] not in NOT_RUN:
+                run_it(each, copy)
+                ran += 1
+    assert ran >= 15
+    for command in readme_commands(text):  # those of the running text that write something
+        if "make_arithmetic.py" in command.text and "few_shot" in command.text:
+            run_it(command, copy)
+    for snippet in code_blocks(text, "python"):
+        done = subprocess.run([sys.executable, "-c", snippet], cwd=copy, capture_output=True, text=True, env=environment())
+        assert done.returncode == 0 and done.stdout, done.stderr
+
+
+def test_python_snippets_compile_and_name_files_of_the_demo():
+    snippets = code_blocks((ROOT / "README.md").read_text(), "python")
+    assert snippets
+    for snippet in snippets:
+        compile(snippet, "README.md", "exec")
+        for path in re.findall(r'"(outputs/[^"]+)"', snippet):
+            assert re.fullmatch(r"outputs/demo/tracecov_tiny_model(_K(4|8|16|32|64)_detailed)?\.json", path)
