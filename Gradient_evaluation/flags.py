@@ -22,8 +22,8 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top_p", type=number(0, 1, low_included=False), default=0.95, help="(%(default)s)")
     parser.add_argument("--top_k", type=integer(0), default=0, help="keep the k likeliest tokens, 0 for all (0)")
     parser.add_argument("--max_new_tokens", type=integer(1), default=32, help="(%(default)s)")
-    parser.add_argument("--stop", nargs="+", default=[], metavar="TEXT",
-                        help="end a continuation at any of these strings; the reward reads the text before it")
+    parser.add_argument("--stop", nargs="+", default=[], metavar="TEXT", type=_stop_text,
+                        help=r"end a continuation at any of these strings (\n is a new line); the reward reads what is before")
     parser.add_argument("--reward", choices=sorted(REWARDS), default="integer",
                         help="integer: the last integer equals the answer; math: Math-Verify (%(default)s)")
     parser.add_argument("--seed", type=integer(0), default=0, help="(%(default)s)")
@@ -37,6 +37,11 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
                         help="let a checkpoint run Python code of its own; only for sources you trust")
     parser.add_argument("--overwrite", action="store_true", help="start afresh instead of continuing")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _stop_text(text: str) -> str:
+    r"""A stop string as typed in a shell, where \n and \t are easier to write than the characters."""
+    return text.replace(r"\n", "\n").replace(r"\t", "\t")
 
 
 def law_of(args: argparse.Namespace) -> SamplingLaw:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PROGRAMS = ("python", ".venv/bin/python", "bash", "make", "pip", "ray", "wandb", "export")
+PROGRAMS = ("python", ".venv/bin/python", "torchrun", "bash", "make", "pip", "ray", "wandb", "export")
 WRITTEN_BY = ("--out", "--out_dir", "--save_json", "--plot_path", "--run_dir", "--sweep_dir", "--target_dir", "--local_dir")
 # the names of what the scripts write; an outputs/ path of the README that is read must be one of them
 OUTPUTS = re.compile(r"oracle_v_n\d+_[\w.-]+\.jsonl|tracecov_(?!.*_detailed)[\w.-]+\.json|grams|manifest\.json|"
@@ -72,6 +72,13 @@ def check(command: Command) -> None:
     assert program in PROGRAMS, f"{program}: a command of no known kind; teach tests/readme_commands.py to check it"
     if program in ("python", ".venv/bin/python"):
         check_python(arguments)
+    elif program == "torchrun":
+        own, arguments = torchrun_flags(arguments)
+        from torch.distributed.run import get_args_parser
+
+        with one_line():
+            get_args_parser().parse_args([*own, "script.py"])
+        check_python(arguments)
     elif program == "bash":
         check_shell(arguments, command.variables)
     elif program == "make":
@@ -84,6 +91,12 @@ def check(command: Command) -> None:
         wanted = packages if program == "pip" else r"[A-Z_]+=\S+"
         names = arguments[1:] if program == "pip" else arguments
         assert all(re.fullmatch(wanted, name) or name.startswith("-r") or (ROOT / name).is_file() for name in names)
+
+
+def torchrun_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """torchrun's own flags, and the script with its."""
+    place = next(i for i, word in enumerate(arguments) if word.endswith(".py"))
+    return list(arguments[:place]), list(arguments[place:])
 
 
 def check_python(arguments: Sequence[str]) -> None:
@@ -162,7 +175,8 @@ def check_paths(arguments: Sequence[str]) -> None:
 
 def parse(script: str, arguments: Sequence[str]) -> None:
     """Let a script's own parser judge the arguments, and stop there."""
-    main = importlib.import_module(".".join(Path(script).with_suffix("").parts)).main
+    parts = Path(script).with_suffix("").parts
+    main = importlib.import_module(".".join(parts[1:] if parts[0] == "tests" else parts)).main  # pytest imports tests/ bare
     original, argv = argparse.ArgumentParser.parse_args, sys.argv
 
     def parse_args(parser, args=None, namespace=None):

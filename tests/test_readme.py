@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from readme_commands import (ROOT, Command, check, code_blocks, commands_in, help_flags, make_lines, readme_commands)
+from readme_commands import (ROOT, Command, check, code_blocks, commands_in, help_flags, make_lines, readme_commands, torchrun_flags)
 
 COMMANDS = readme_commands()
 
@@ -124,13 +124,16 @@ ADDED = {
     "Policy_Optimization/sweep_group_size.sh": ["--dry_run", "--seeds", "0", "--group_sizes", "32"],
     "plots/": [],
     "-m pytest": None,  # the tests themselves
+    "tests/bench.py": None,  # hours, and a model of 270 MB
+    "tests/verl_cpu/train_for_real.py": None,  # half an hour, and an environment of 4 GB
     "-m verl.model_merger": None,  # needs a checkpoint of several GPUs
 }  # fmt: skip
 NOT_RUN = ("ray", "wandb", "pip", "export")  # a cluster, an account, an installation: checked above
 
 
 def added(command: Command) -> list[str] | None:
-    text = " ".join(command.words[1:])
+    words = command.words[1:]
+    text = " ".join(torchrun_flags(words)[1] if command.words[0] == "torchrun" else words)
     for beginning, flags in ADDED.items():
         if text.startswith(beginning):
             return flags
@@ -189,6 +192,9 @@ def run_it(command: Command, place: Path) -> None:
     if command.words[0] == "bash" and not _has("verl"):
         return
     words = [sys.executable if re.search("python$", word) else word for word in command.words]
+    if words[0] == "torchrun":  # two processes of this machine, whatever the README's machine has
+        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                 *torchrun_flags(words[1:])[1]]
     done = subprocess.run([*words, *flags], cwd=place, capture_output=True, text=True,
                           env={**environment(), **command.variables})  # fmt: skip
     assert done.returncode == 0, f"{command.text}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"

@@ -339,6 +339,17 @@ def test_layers_add_up_to_the_whole_and_params_measures_the_layers_it_finds(poli
     assert read(tmp_path / "again" / "tracecov_four tokens.json")["by_layer"] == layers
 
 
+def test_a_stop_string_may_be_typed_as_a_shell_takes_it(tmp_path, capsys):
+    folder, data = tmp_path / "lines", tmp_path / "data.jsonl"
+    enumerable_policy(vocabulary=4, seed=6).save_pretrained(folder)
+    tiny_tokenizer(("<eos>", "1", "\n", "3")).save_pretrained(folder)
+    data.write_text(json.dumps({"prompt": "13", "ground_truth": 1}) + "\n")
+    assert oracle(folder, data, tmp_path / "a", "--stop", "\n")[0] == 0
+    assert oracle(folder, data, tmp_path / "b", "--stop", r"\n")[0] == 0
+    (typed,), (literal,) = (rows_of(tmp_path / out / "oracle_v_n400_lines.jsonl") for out in "ab")
+    assert typed == literal and typed["stop"] == ["\n"]
+
+
 def test_the_two_scripts_never_share_draws(policy, table, tmp_path):
     assert tracecov(policy, table, tmp_path, "--K_list", 8, "--M", 50)[0] == 0  # 400 continuations, as the table's V
     rows = read(tmp_path / "tracecov_four tokens_K8_detailed.json")
