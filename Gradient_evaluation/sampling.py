@@ -105,12 +105,12 @@ def log_probs(logits: torch.Tensor, tokens: torch.Tensor, law: SamplingLaw) -> t
     logits: (..., vocabulary) raw model outputs; tokens: (...) int64. The kept set is a constant to autograd
     (its score has mean 0 all the same), and a sampled token that rounding would push out of it stays in.
     """
-    index = tokens.unsqueeze(-1)
-    with torch.no_grad():
-        kept = kept_tokens(_divided(logits, law), law)
-        removed = None if kept is None else ~kept.scatter_(-1, index, True)
-    rows = None if removed is None else removed.flatten(0, -2)
-    return TokenLogProb.apply(logits.flatten(0, -2), tokens.flatten(), rows, law.temperature).view(tokens.shape)
+    rows, chosen, removed = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), None
+    if law.top_k or law.top_p < 1.0:
+        with torch.no_grad():
+            kept = kept_tokens(_divided(rows, law), law)
+            removed = None if kept is None else ~kept.scatter_(-1, chosen.unsqueeze(-1), True)
+    return TokenLogProb.apply(rows, chosen, removed, law.temperature).view(tokens.shape)
 
 
 def _divided(logits: torch.Tensor, law: SamplingLaw) -> torch.Tensor:

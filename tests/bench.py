@@ -180,15 +180,15 @@ def memory(name: str, prompt_kind: str, args) -> dict:
     return found
 
 
-def efficiency(subject: Subject, blocks: int = 8, groups: int = 24) -> dict:
+def efficiency(subject: Subject, clock: str, blocks: int = 8, groups: int = 24) -> dict:
     """Per estimator and K: the published protocol's squared standard error at equal wall time over ours."""
     drawn = [subject.sample(max(K_LIST), f"block {b}") for b in range(blocks)]
     rewards = [subject.rewards(c).cpu().numpy().astype(float) for c in drawn]
-    grams, traces = subject.gram(), {}
-    start = seconds(lambda: subject.sample(max(K_LIST)), subject.device)
+    grams = subject.gram()
+    sampled = seconds(lambda: subject.sample(max(K_LIST)), subject.device, clock)
     made = []
-    spent = blocks * start + seconds(lambda: made.extend(grams.block(subject.prompt_ids, c).gram for c in drawn),
-                                     subject.device)
+    spent = blocks * sampled + seconds(lambda: made.extend(grams.block(subject.prompt_ids, c).gram for c in drawn),
+                                       subject.device, clock)
     ours = np.array([[[_trace(q, z, c, name, size) for size in K_LIST] for name in ESTIMATORS]
                      for q, z, c in zip(made, rewards, drawn)])
     found = {}
@@ -202,7 +202,7 @@ def efficiency(subject: Subject, blocks: int = 8, groups: int = 24) -> dict:
                 z = [integer_reward(text, subject.problem["ground_truth"]) for text in texts]
                 traces.add(subject.prompt_ids, group, torch.tensor(z, device=subject.device), 0.5, LAW, True)
 
-        took = seconds(groups_of_size, subject.device)
+        took = seconds(groups_of_size, subject.device, clock)
         added = np.array(traces.added)[1:]
         for e, name in enumerate(ESTIMATORS):
             theirs = added[:, e].var(ddof=1) / len(added) * took
@@ -228,7 +228,7 @@ def measure(name: str, prompt_kind: str, args) -> dict:
             found[part] = work(subject, args)
             print(f"# {part}: {json.dumps(found[part])[:300]}", file=sys.stderr, flush=True)
     if "efficiency" in args.parts and name == "tiny":
-        found["efficiency"] = efficiency(subject)
+        found["efficiency"] = efficiency(subject, args.clock)
     del subject
     if "memory" in args.parts:
         found["memory"] = memory(name, prompt_kind, args)
@@ -285,8 +285,8 @@ def main() -> None:
                 if set(args.parts) - {"growth"}:
                     results = merge(results, {"subjects": measure(name, prompt_kind, args)})
                     args.out.write_text(json.dumps(results, indent=1))
-        if "growth" in args.parts:
-            results["growth"] = cost_growth(resolve_device(args.device))
+        if "growth" in args.parts:  # random models of its own
+            results["growth"] = cost_growth(resolve_device(args.device), args.clock)
         args.out.write_text(json.dumps(results, indent=1))
     print(table(results))
     if "growth" in results:

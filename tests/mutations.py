@@ -40,7 +40,7 @@ MUTATIONS = [
              "return logits if law.temperature == 1.0 else logits / law.temperature", "return logits", SAMPLING),
     Mutation("temperature missing from the gradient", "vocabulary.py", "gradient.unsqueeze(1) / ctx.temperature", "gradient.unsqueeze(1)", SAMPLING),
     Mutation("top_p not renormalised", "vocabulary.py", "return x if removed is None else x.masked_fill(removed[part], -torch.inf)", "return x", SAMPLING),
-    Mutation("sampled token not kept in the nucleus", "sampling.py", "~kept.scatter_(-1, index, True)", "~kept", SAMPLING),
+    Mutation("sampled token not kept in the nucleus", "sampling.py", "~kept.scatter_(-1, chosen.unsqueeze(-1), True)", "~kept", SAMPLING),
     Mutation("ties at the edge of the nucleus all kept", "vocabulary.py", " & (kept.sum(-1) == count.squeeze(-1))", "", SAMPLING),
     Mutation("a nucleus larger than what was looked at", "vocabulary.py", "(count.squeeze(-1) < k) &", "", SAMPLING),
     Mutation("a token of probability 0 drawn", "vocabulary.py", "_below(rest, inside[:, -1:])", "rest", SAMPLING),
