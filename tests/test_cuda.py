@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from test_runs import ORACLE, ROOT, ended, start, torchrun
 from test_sampling import PROMPT, frequencies_agree
 from tiny_models import enumerable_policy, enumerate_outcomes, random_continuations, tiny_model, tiny_tokenizer
 
+from data.make_arithmetic import make_problems, write_jsonl
+from Gradient_evaluation.memory import Batch, limit_memory
 from Gradient_evaluation.sampling import SamplingLaw, sample_continuations, uniforms
 from Gradient_evaluation.score_gram import ScoreGram
 
@@ -47,3 +50,35 @@ def test_peak_memory_of_a_block_is_the_model_and_its_activations():
     gram.block(GRAM_PROMPT, continuations)
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     assert torch.cuda.max_memory_allocated() - before < parameters / 2
+
+
+def test_max_memory_makes_the_gpu_refuse_and_the_batch_shrink():
+    limit_memory(1.0, torch.device("cuda"))
+    try:
+        batch = Batch("--gen_bs", 64, least=1)
+        assert batch.run(lambda size: torch.empty(size * 2**26, dtype=torch.uint8, device="cuda").numel(), "here") < 2**30
+        assert batch.size < 64
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gram_in_bfloat16_products_is_near_that_of_float32(checkpointing):
+    model = tiny_model("qwen2", dtype=torch.bfloat16).cuda()
+    continuations = random_continuations(0, (3, 6, 1, 5))
+    exact, fast = (ScoreGram(model, LAW, gram_dtype=dtype, gradient_checkpointing=checkpointing).block(GRAM_PROMPT, continuations)
+                   for dtype in ("float32", "bfloat16"))
+    assert np.abs(exact.gram - fast.gram).max() < 0.05 * np.abs(exact.gram).max()
+
+
+def test_processes_on_gpus_of_their_own_leave_what_one_leaves(tmp_path):
+    """torchrun over NCCL with every GPU of the machine; one is enough for the collectives to run."""
+    count = torch.cuda.device_count()
+    data = tmp_path / "problems.jsonl"
+    flags = ["--model", ROOT / "data" / "tiny_model", "--dataset", data, "--n_oracle", 64, "--dtype", "float32"]
+    write_jsonl(make_problems(6, seed=1), data)
+    assert ended(start([ORACLE, *flags, "--out_dir", tmp_path / "one"]))[0] == 0
+    code, _, err = torchrun([ORACLE, *flags, "--out_dir", tmp_path / "many"], processes=count)
+    assert code == 0, err
+    one, many = (tmp_path / out / "oracle_v_n64_tiny_model.jsonl" for out in ("one", "many"))
+    assert one.read_bytes() == many.read_bytes()
