@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tqdm import tqdm
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
 from Gradient_evaluation.durable_files import one_line_errors, write_bytes_atomic  # noqa: E402
@@ -129,7 +131,7 @@ def load_problems(
     form = KINDS[kind]
     found: dict[int, Problem] = {}
     repeated, dropped = 0, []
-    for where, record in records:
+    for where, record in tqdm(records, "reading", unit="row", disable=None, leave=False):  # None: not off a terminal
         for column in (form.prompt_column, form.answer_column):
             if column not in record:
                 existing = ", ".join(map(str, record))[:200] or "none"
@@ -179,7 +181,7 @@ def load_chat_tokenizer(model: str):
 def split_by_length(problems: Sequence[Problem], tokenizer, limit: int) -> tuple[list[Problem], list[Problem]]:
     """(problems of at most ``limit`` prompt tokens, the longer ones), counted as VERL counts them."""
     short, long = [], []
-    for problem in problems:
+    for problem in tqdm(problems, "counting tokens", unit="prompt", disable=None, leave=False):
         try:
             text = tokenizer.apply_chat_template(problem.messages, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # a template is a program of its author's

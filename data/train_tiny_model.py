@@ -188,8 +188,8 @@ def train(model, tokenizer, steps: int, batch_size: int, learning_rate: float, s
     ]
     losses: list[float] = []
     model.train()
-    progress = tqdm(range(steps), desc="training", unit="step", disable=True if quiet else None)
-    for _ in progress:
+    progress = tqdm(desc="training", total=steps * batch_size, unit="problem", disable=True if quiet else None)
+    for _ in range(steps):
         loss = answer_loss(model, *draw_batch(rng, tokenizer, batch_size), tokenizer.pad_token_id)
         model.zero_grad()
         loss.backward()
@@ -198,9 +198,12 @@ def train(model, tokenizer, steps: int, batch_size: int, learning_rate: float, s
             optimizer.step()
             schedule.step()
         losses.append(loss.item())
-        progress.set_postfix(loss=f"{losses[-1]:.3f}")
+        running = sum(losses[-50:]) / len(losses[-50:])
+        progress.set_postfix(loss=f"{running:.3f}", refresh=False)
+        progress.update(batch_size)
+    progress.close()
     model.eval()
-    return sum(losses[-50:]) / len(losses[-50:])
+    return running
 
 
 def save(model, tokenizer, folder: Path) -> None:

@@ -43,12 +43,13 @@ def execute(environment: Mapping[str, str], folder: Path = NOTEBOOK.parent):
     """plots/results.ipynb as a notebook with the outputs of a fresh kernel of this Python; nothing is written.
 
     environment: variables the kernel gets beside this process's own (RESULTS, COMPARE, TRAINING). folder: where the
-    kernel starts. Raises nbclient's CellExecutionError where a cell fails.
+    kernel starts. Raises UserError where a cell does, and nbclient's CellExecutionError where one fails otherwise.
     """
     import nbformat
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import KernelManager
     from nbclient import NotebookClient
+    from nbclient.exceptions import CellExecutionError
 
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     with tempfile.TemporaryDirectory(prefix="report-") as private:
@@ -62,6 +63,10 @@ def execute(environment: Mapping[str, str], folder: Path = NOTEBOOK.parent):
         try:
             client = NotebookClient(notebook, km=manager, timeout=None, resources={"metadata": {"path": str(folder)}})
             client.execute(env={**os.environ, **environment})
+        except CellExecutionError as error:
+            if error.ename == "UserError":
+                raise UserError(error.evalue) from None
+            raise
         finally:
             if manager.has_kernel:
                 manager.shutdown_kernel(now=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-PROGRAMS = ("python", ".venv/bin/python", "torchrun", "bash", "make", "pip", "ray", "wandb", "export")
+PROGRAMS = ("python", ".venv/bin/python", "torchrun", "bash", "make", "pip", "ray", "wandb", "jupyter", "export")
 WRITTEN_BY = ("--out", "--out_dir", "--save_json", "--plot_path", "--run_dir", "--sweep_dir", "--target_dir", "--local_dir")
 # the names of what the scripts write; an outputs/ path of the README that is read must be one of them
 OUTPUTS = re.compile(r"oracle_v_n\d+_[\w.-]+\.jsonl|tracecov_(?!.*_detailed)[\w.-]+\.json|grams|manifest\.json|"
@@ -83,7 +83,7 @@ def check(command: Command) -> None:
         check_shell(arguments, command.variables)
     elif program == "make":
         make_lines(arguments)
-    elif program in ("ray", "wandb"):
+    elif program in ("ray", "wandb", "jupyter"):
         check_outer_program(command.words)
     else:
         assert arguments, f"{program}: has no arguments"
@@ -142,8 +142,9 @@ def check_shell(arguments: Sequence[str], variables: dict[str, str]) -> None:
 
 
 def check_outer_program(words: Sequence[str]) -> None:
-    """ray and wandb: a command we know, and what follows ``--`` is checked as a command of its own."""
-    known = {"ray": ("start", "status", "job"), "wandb": ("sync", "login")}
+    """ray, wandb, jupyter: a command we know, and what follows ``--`` is checked as a command of its own."""
+    known = {"ray": ("start", "status", "job"), "wandb": ("sync", "login"), "jupyter": ("lab", "notebook")}
+    check_paths(words[: list(words).index("--")] if "--" in words else words)
     assert words[1] in known[words[0]], f"{words[0]} {words[1]}: teach tests/readme_commands.py to check it"
     if "--" in words:
         inner = [re.sub(r"^/shared/repo/", "", word) for word in words[list(words).index("--") + 1 :]]

@@ -59,6 +59,7 @@ def test_a_command_names_programs_flags_values_and_files_that_exist(command):
         ("bash Policy_Optimization/sweep_group_size.sh --seed 0", "--seed"),
         ("ray job submit --address=a -- bash /shared/repo/Policy_Optimization/grpo_train.sh --nodes 2", "--nodes"),
         ("ray up", "teach"),
+        ("jupyter lab plots/result.ipynb", "plots/result.ipynb: no such file"),
         ("make demonstrate", "demonstrate"),
         ("docker run image", "a command of no known kind"),
         ("pip install 'verl = 3'", ""),
@@ -113,6 +114,7 @@ SCRIPTS = "Gradient_evaluation/"
 ADDED = {
     "data/make_arithmetic.py --n 40": ["--n", "4"],
     "data/make_arithmetic.py": [],
+    SCRIPTS + "calculate_oracle_v.py --model RUN_DIR": [*TOKENS, "--n_oracle", "4"],
     SCRIPTS + "calculate_oracle_v.py": TOKENS,
     SCRIPTS + "run_tracecov.py --from_grams": [],
     SCRIPTS + "run_tracecov.py": [*TOKENS, "--K_list", "4", "8", "--M", "4"],
@@ -128,7 +130,7 @@ ADDED = {
     "tests/verl_cpu/train_for_real.py": None,  # half an hour, and an environment of 4 GB
     "-m verl.model_merger": None,  # needs a checkpoint of several GPUs
 }  # fmt: skip
-NOT_RUN = ("ray", "wandb", "pip", "export")  # a cluster, an account, an installation: checked above
+NOT_RUN = ("ray", "wandb", "pip", "jupyter", "export")  # a cluster, an account, an installation: checked above
 
 
 def added(command: Command) -> list[str] | None:

@@ -117,6 +117,16 @@ def test_the_report_is_one_file_that_needs_nothing_else(full):
     assert "The on-policy check" in page and "Traceback" not in page
 
 
+def test_a_damaged_gram_is_one_line_that_names_the_file(small_run, tmp_path):
+    place = tmp_path / "run"
+    shutil.copytree(small_run, place)
+    damaged = sorted((place / "grams").glob("*.npz"))[0]
+    damaged.write_text("no Gram")
+    with pytest.raises(UserError, match=f"{damaged.name}: not a Gram file") as caught:
+        main([str(place / "tracecov_tiny_model.json")])
+    assert "\n" not in str(caught.value) and not list(place.glob("*.html"))
+
+
 def stub_environment(folder: Path) -> Path:
     """A copy of what make needs, whose .venv is this Python."""
     for name in ("Makefile", "requirements.txt"):
