@@ -483,6 +483,14 @@ def test_a_full_disk_is_one_line_and_what_was_done_is_kept(policy, problems, tab
     one_line_error(call(run_tracecov, *flags, capsys=capsys), "cannot write it")  # 64 KiB do not hold all the results
 
 
+def test_a_read_only_folder_is_one_line_before_any_work(policy, problems, table, small_disk, capsys):  # noqa: F811
+    if subprocess.run(["mount", "-o", "remount,ro", small_disk], capture_output=True).returncode:
+        pytest.skip("cannot make a mount read-only here")
+    one_line_error(oracle(policy, problems, small_disk, capsys=capsys), "cannot be written to")
+    one_line_error(tracecov(policy, table, small_disk, capsys=capsys), "cannot be written to")
+    one_line_error(oracle(policy, problems, small_disk / "new", capsys=capsys), "cannot create this folder")
+
+
 def test_a_folder_that_cannot_be_made_is_one_line_before_any_work(policy, problems, table, tmp_path, capsys):  # noqa: F811
     (tmp_path / "file").touch()
     one_line_error(oracle(policy, problems, tmp_path / "file" / "out", capsys=capsys), "cannot create this folder")
