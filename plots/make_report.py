@@ -5,7 +5,7 @@
     make report RESULTS=outputs/demo/tracecov_tiny_model.json
 
 The first results file is the one reported, the others are drawn beside it. Images and style are inside the file,
-and it has no scripts: it opens anywhere, offline. Half a minute for 40 prompts, most of it the estimators' comparison.
+and it has no scripts: it opens anywhere, offline. Half a minute for 40 prompts on two busy cores.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def load_measurement(path: str | Path, grams: str | Path | None = None, compare_
     """Read a results JSON and its Grams, one prompt at a time.
 
     grams: their folder, if it is neither beside the results nor where the results say. compare_at: the K at which
-    estimators are compared (default: the least of K_list); about 0.03 s for each block of 64. Raises UserError where
+    estimators are compared (default: the least of K_list); about 5 ms for each block of 64. Raises UserError where
     the results cannot be read, or the folder given as ``grams``, or a file in it.
     """
     path = Path(path)
