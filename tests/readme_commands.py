@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+INSTALLED = ("-o", ".venv/installed", "-o", "outputs/verl_cpu/venv/installed")  # what make is to take as done
 PROGRAMS = ("python", ".venv/bin/python", "torchrun", "bash", "make", "pip", "ray", "wandb", "jupyter", "export")
 WRITTEN_BY = ("--out", "--out_dir", "--save_json", "--plot_path", "--run_dir", "--sweep_dir", "--target_dir", "--local_dir")
 # the names of what the scripts write; an outputs/ path of the README that is read must be one of them
@@ -153,7 +154,7 @@ def check_outer_program(words: Sequence[str]) -> None:
 
 def make_lines(arguments: Sequence[str]) -> list[Command]:
     """What make would run for these targets (``make -n``), as commands; AssertionError for an unknown target."""
-    done = subprocess.run(["make", "-n", "-o", ".venv/installed", *arguments], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(["make", "-n", *INSTALLED, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for word in arguments:
         if "=" in word:
