@@ -42,7 +42,7 @@ def _affine(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) ->
 def _forward(module: nn.Module, plain, shape: tuple[int, int], shared: int, x: torch.Tensor) -> torch.Tensor:
     matrix = module.weight.T if isinstance(module, nn.Linear) else module.weight
     if x.dim() != 3 or x.shape[:2] != shape or matrix.requires_grad or not x.dtype == matrix.dtype:
-        return plain(x)
+        return plain(x.contiguous())  # the head sees a slice, of which matmul would make one small product per row
     return _SharedLinear.apply(x, matrix, module.bias, shared)
 
 
