@@ -165,7 +165,7 @@ def copy(tmp_path_factory):
     place = tmp_path_factory.mktemp("readme") / "copy"
     left_out = shutil.ignore_patterns(".git", ".venv*", "outputs", "__pycache__", ".hypothesis", ".pytest_cache")
     shutil.copytree(ROOT, place, ignore=left_out)
-    for name in ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "RUN_DIR/model"):
+    for name in ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "RUN_DIR/model"):
         shutil.copytree(ROOT / "data" / "tiny_model", place / name)
     problems = make_problems(3, seed=3)
     DatasetDict({"train": Dataset.from_list(problems)}).save_to_disk(place / "Kyleyee" / "arithmetic-test")
