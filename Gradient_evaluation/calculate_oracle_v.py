@@ -19,19 +19,24 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
+
+if __name__ == "__main__":
+    one_line_while_importing()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
 from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
 from Gradient_evaluation.durable_files import append_row  # noqa: E402
 from Gradient_evaluation.flags import add_shared_flags, law_of, law_record, tokenised  # noqa: E402
-from Gradient_evaluation.memory import Batch, limit_memory  # noqa: E402
+from Gradient_evaluation.memory import Batch, limited_memory  # noqa: E402
 from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer, model_label, resolve_dtype,  # noqa: E402
                                         warn_of_risks, weights_digest)
 from Gradient_evaluation.processes import Processes  # noqa: E402
 from Gradient_evaluation.progress import Progress  # noqa: E402
-from Gradient_evaluation.run_files import (check_fingerprint, continue_table, only_writer, output_folder,  # noqa: E402
+from Gradient_evaluation.run_files import (check_fingerprint, check_same_weights, continue_table, only_writer, output_folder,  # noqa: E402
                                            part_of, remove_table, saved_on_interrupt, write_table)
 from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
 from Gradient_evaluation.tables import Row, check_ground_truths, load_dataset_rows  # noqa: E402
@@ -69,9 +74,7 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     record = {**law_record(args), "n_oracle": args.n_oracle, "seed": args.seed, "dtype": str(dtype).split(".")[-1]}
     path = output_folder(args.out_dir) / f"oracle_v_n{args.n_oracle}_{model_label(args.model)}.jsonl"
     held.enter_context(only_writer(path))
-    if args.overwrite:
-        remove_table(path)
-    finished = continue_table(path, record, rows)
+    finished = {} if args.overwrite else continue_table(path, record, rows)
     todo = [(row, prompt_ids) for row, prompt_ids in zip(rows, prompts) if row.prompt_id not in finished]
     return Plan(path, record, rows, finished, todo, n_long)
 
@@ -94,28 +97,36 @@ def measure(model, tokenizer, prompt_ids, row, args, batch: Batch) -> dict:
             "V_standard_error": None if error is None else float(error)}
 
 
+def begin(plan: Plan, args, fingerprints: list[str]) -> None:
+    """The checks that need the model's weights, by the first process, before anything is measured or removed."""
+    check_same_weights(fingerprints)
+    check_fingerprint(plan.finished.values(), fingerprints[0], plan.path, "pass --overwrite")
+    if args.overwrite:
+        remove_table(plan.path)
+
+
 def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> None:
     """Measure what the plan leaves to do, this process its share of it; every row is on disk once it is done."""
     tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
     model = load_model(args.model, args.revision, processes.device, dtype, args.trust_remote_code)
-    print_of_weights = fingerprint(model)
-    processes.from_first(check_fingerprint, plan.finished.values(), print_of_weights, plan.path, "pass --overwrite")
-    limit_memory(args.max_memory, processes.device)
-    record = {**plan.record, "model_fingerprint": print_of_weights, "weights_digest": weights_digest(args.model)}
+    weights = {"model_fingerprint": fingerprint(model), "weights_digest": weights_digest(args.model, args.revision)}
+    fingerprints = processes.gather(weights["model_fingerprint"])
+    processes.from_first(begin, plan, args, fingerprints)
     path = plan.path if processes.size == 1 else part_of(plan.path, processes.rank)
     batch = Batch("--batch_size", args.batch_size, least=1)
-    with Progress(len(plan.rows), len(plan.finished), "V", args.quiet, processes) as progress:
+    with (limited_memory(args.max_memory, processes.device),
+          Progress(len(plan.rows), len(plan.finished), "V", args.quiet, processes) as progress):
         for row, prompt_ids in processes.share(plan.todo):
             measured = measure(model, tokenizer, prompt_ids, row, args, batch)
-            append_row(path, {**row.columns, **measured, **record})
+            append_row(path, {**row.columns, **measured, **plan.record, **weights})
             progress.done(measured["V_oracle"], args.n_oracle)
     processes.gather(None)
 
 
 def is_finished(plan: Plan, args) -> bool:
     """Whether an earlier run has left every row, made with the weights that are there now."""
-    digest = weights_digest(args.model)
-    return not plan.todo and all(row.get("weights_digest") == digest for row in plan.finished.values())
+    made_with = {(row.get("model_fingerprint"), row.get("weights_digest")) for row in plan.finished.values()}
+    return not plan.todo and len(made_with) == 1 and made_with.pop()[1] == weights_digest(args.model, args.revision)
 
 
 def summarise(table: list[dict], plan: Plan, seconds: float) -> str:
@@ -134,7 +145,7 @@ def main() -> None:
         plan = processes.from_first(prepare, args, dtype, held)
         finished = processes.from_first(is_finished, plan, args)
         if not finished:
-            with saved_on_interrupt(plan.path, processes.is_first):
+            with saved_on_interrupt(plan.path, args.overwrite, processes.is_first):
                 measure_all(plan, args, dtype, processes)
         if processes.is_first:
             table = continue_table(plan.path, plan.record, plan.rows)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -28,6 +30,10 @@ class Parser(argparse.ArgumentParser):
 
 def run(main: Callable[[], None]) -> None:
     """Call ``main``; a UserError becomes one line on stderr and exit code 2, Ctrl-C one line and 130."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):  # a file name the terminal cannot show is no reason to fail
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     try:
         main()
     except UserError as error:
@@ -38,6 +44,17 @@ def run(main: Callable[[], None]) -> None:
         if message:
             print(message, file=sys.stderr)
         sys.exit(130)
+
+
+def one_line_while_importing() -> None:
+    """Until ``run``, let Ctrl-C end this process with one line: the libraries take seconds to import."""
+
+    def end(*_) -> None:
+        sys.stderr.write("interrupted; nothing was being measured yet\n")
+        sys.stderr.flush()
+        os._exit(130)
+
+    signal.signal(signal.SIGINT, end)
 
 
 def integer(minimum: int) -> Callable[[str], int]:

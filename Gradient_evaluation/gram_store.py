@@ -89,6 +89,8 @@ def load(path: Path) -> GramRecord:
         grams = [piece.reshape(size, size) for piece, size in zip(pieces, sizes)]
         if not all(np.isfinite(data[name]).all() for name in ("grams", "rewards", "lengths", "log_probs")):
             raise ValueError("not finite")
+        if path.stem != path_of(path.parent, about["prompt_id"]).stem:
+            raise ValueError("of another prompt")
         return GramRecord(**about, rewards=data["rewards"], lengths=data["lengths"], log_probs=data["log_probs"],
                           grams=grams, module_moments=data.get("module_moments"), sketch=data.get("sketch"),
                           sketch_layout=data.get("sketch_layout"))

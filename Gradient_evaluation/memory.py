@@ -1,6 +1,6 @@
 """When memory runs out: halve what is done at a time, go on, and keep the smaller size.
 
-    limit_memory(8.0, device)            # --max_memory: the allocator of CUDA, or the kernel, says no beyond it
+    with limited_memory(8.0, device):    # --max_memory: the allocator of CUDA, or the kernel, says no beyond it
     batch = Batch("--gen_bs", 256, least=1)
     batch.run(lambda size: sample(..., size), "problems.jsonl, line 7")
 
@@ -10,10 +10,11 @@ estimates.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -68,17 +69,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     return re.search(r"out of memory|can't allocate memory|not enough memory|ALLOC_FAILED", str(error)) is not None
 
 
-def limit_memory(gib: float | None, device: torch.device) -> None:
-    """Let this process take no more than ``gib`` GiB: of the GPU's memory on CUDA, else of the machine's (Linux).
+@contextlib.contextmanager
+def limited_memory(gib: float | None, device: torch.device) -> Iterator[None]:
+    """While inside, this process takes no more than ``gib`` GiB: of the GPU's memory on CUDA, else of the machine's.
 
-    Call it with the model loaded. Raises UserError when that already takes more, or the system knows no such limit.
+    Enter it with the model loaded. Raises UserError when that already takes more, or the system knows no such limit
+    (on a CPU: Linux does). Without a number there is none.
     """
     if gib is None:
+        yield
         return
     if device.type == "cuda":
         taken, total = torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
         _check_room(gib, taken)
         torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / total), device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
         return
     status = Path("/proc/self/status")
     if device.type != "cpu" or not status.exists():
@@ -89,7 +97,12 @@ def limit_memory(gib: float | None, device: torch.device) -> None:
     _check_room(gib, kib["VmRSS"] * 1024)
     # The limit counts writable private memory, touched or not; what may still come is what the flag leaves.
     most = int(kib["VmData"] * 1024 + gib * GIB - kib["VmRSS"] * 1024)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
 def _check_room(gib: float, taken: int) -> None:

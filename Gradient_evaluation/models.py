@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import pickle
+import logging as python_logging
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.memory import is_out_of_memory
 
+TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*vocab*.json", "*.tiktoken", "tekken.json", "*.py")
+NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "name_or_path")
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
           "float16": torch.float16, "fp16": torch.float16, "float64": torch.float64}
 
@@ -61,21 +65,31 @@ def load_tokenizer(model: str, revision: str | None, trust_remote_code: bool = F
     source = model
     if _is_adapter(model) and not list(Path(model).glob("tokenizer*")):  # its tokenizer is its base model's
         source, revision = _base_of(model), None
-    try:
-        return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model {model}: cannot load its tokenizer ({_reason(error)})") from None
+    if Path(source).is_dir() and not any(next(Path(source).glob(name), None) for name in TOKENIZER_FILES):
+        raise UserError(f"--model {model}: has no tokenizer file (tokenizer.json or the like); save the tokenizer there")
+    with quiet_libraries():
+        try:
+            return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        except Exception as error:  # a damaged file raises whatever its reader happens to
+            raise UserError(f"--model {model}: cannot load its tokenizer ({_reason(error)})") from None
 
 
-def context_length(model: str, revision: str | None, trust_remote_code: bool = False) -> int | None:
-    """Positions the model has, from its config alone; None where it names no limit. UserError if it has no config."""
+def model_limits(model: str, revision: str | None, trust_remote_code: bool = False) -> tuple[int | None, int | None]:
+    """(positions, vocabulary) of the model, from its config alone; None where it names none.
+
+    Raises UserError if it has no config, or one of an encoder-decoder.
+    """
     _refuse_missing_folder(model)
     source, revision = (_base_of(model), None) if _is_adapter(model) else (model, revision)
-    try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model {model}: cannot read its config ({_reason(error)})") from None
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    with quiet_libraries():
+        try:
+            config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+        except Exception as error:
+            raise UserError(f"--model {model}: cannot read its config ({_reason(error)})") from None
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(f"--model {model}: an encoder-decoder; give a causal language model")
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None)
 
 
 def load_model(model: str, revision: str | None, device: torch.device, dtype: torch.dtype,
@@ -93,17 +107,64 @@ def load_model(model: str, revision: str | None, device: torch.device, dtype: to
     if Path(model).is_dir() and not _is_adapter(model):
         settings["use_safetensors"] = _has_safetensors(Path(model))
     try:
-        loaded = AutoModelForCausalLM.from_pretrained(model, weights_only=True, **settings)
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
+        with quiet_libraries():
+            loaded, info = AutoModelForCausalLM.from_pretrained(model, weights_only=True, output_loading_info=True,
+                                                                **settings)
+        _check_complete(model, info)
+        if getattr(loaded, "_hf_peft_config_loaded", False):
+            _train_adapters_only(loaded)
+        loaded = loaded.to(device).eval()
+        _check_causal(model, loaded)
+    except UserError:
+        raise
+    except Exception as error:
         if is_out_of_memory(error):
             raise UserError(f"--model {model}: does not fit into memory; take a larger device, a smaller model, or "
                             "--dtype bfloat16") from None
         raise UserError(f"--model {model}: cannot load it ({_reason(error)})") from None
-    if getattr(loaded.config, "is_encoder_decoder", False):
-        raise UserError(f"--model {model}: an encoder-decoder; give a causal language model")
-    if getattr(loaded, "_hf_peft_config_loaded", False):
-        _train_adapters_only(loaded)
-    return loaded.to(device).eval()
+    return loaded
+
+
+def _check_complete(model: str, info: dict) -> None:
+    """transformers fills what a checkpoint lacks with random numbers; refuse that, and say what it leaves unused."""
+    for kind, names in (("lacks", info.get("missing_keys")), ("has another shape for", info.get("mismatched_keys"))):
+        if names:
+            first = min(str(name[0] if isinstance(name, tuple) else name) for name in names)
+            if _is_adapter(model) and ".modules_to_save." in first:  # kept as in the base model, to which it is tied
+                print(f"warning: {model}: the adapter's file does not hold {first}; the base model's is used", file=sys.stderr)
+                continue
+            raise UserError(f"--model {model}: the checkpoint {kind} {len(names)} of the weights its config asks for (such "
+                            f"as {first}), which would be random numbers; give a complete causal language model")
+    if unused := info.get("unexpected_keys"):
+        print(f"warning: {model}: {len(unused)} weights of the checkpoint have no place in the model (such as "
+              f"{min(unused)}); is its config the right one?", file=sys.stderr)
+
+
+@torch.no_grad()
+def _check_causal(model: str, loaded) -> None:
+    """What comes later must not change the logits before: refuse a bidirectional model."""
+    last = min(7, loaded.get_input_embeddings().num_embeddings - 1)
+    ids = torch.tensor([[1, 2, 3, 1, 2, last], [1, 2, 3, 1, 2, 0]], device=loaded.device)
+    with quiet_libraries():
+        logits = loaded(input_ids=ids.clamp(max=last), attention_mask=torch.ones_like(ids), use_cache=False).logits
+    one, other = logits[:, :-1].double()
+    if (one - other).abs().max() > max(1e-4, 8 * torch.finfo(logits.dtype).eps) * one.abs().max():
+        raise UserError(f"--model {model}: a later token changes what comes before it, so this is not a causal language "
+                        "model; give one")
+
+
+@contextlib.contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keep transformers' and the hub's own reports and retries off stderr; what matters of them we say ourselves."""
+    hub, level = python_logging.getLogger("huggingface_hub"), logging.get_verbosity()
+    before = hub.level
+    logging.set_verbosity_error()
+    hub.setLevel(python_logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        hub.setLevel(before)
 
 
 def warn_of_risks(model: str, trust_remote_code: bool) -> None:
@@ -146,12 +207,14 @@ def _train_adapters_only(model) -> None:
 
 
 def fingerprint(model) -> str:
-    """A short hash of the weights: the same on every machine and device, another for another checkpoint.
+    """A short hash of the model: the same on every machine and device, another for another checkpoint or config.
 
-    Reads the names, the shapes and 16 values of every parameter, rounded to bfloat16 so that loading the same
-    checkpoint in another dtype changes nothing.
+    Reads the config's differences from its defaults, and the names, the shapes and 16 values of every parameter,
+    rounded to bfloat16 so that loading the same checkpoint in another dtype changes nothing.
     """
-    digest = hashlib.sha256()
+    config = {name: value for name, value in model.config.to_diff_dict().items()
+              if name not in NOT_THE_MODEL and not name.startswith("_")}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, p in model.named_parameters():
         places = torch.linspace(0, p.numel() - 1, 16, dtype=torch.float64).long().to(p.device)
         values = p.detach().flatten()[places].to(torch.bfloat16).float().cpu().numpy()
@@ -159,14 +222,17 @@ def fingerprint(model) -> str:
     return digest.hexdigest()[:16]
 
 
-def weights_digest(model: str) -> str:
-    """A short hash of a local folder's weight files, from their names, sizes and samples of their bytes; "" for a hub
-    id. Takes no more than a moment: it tells whether the weights are still those of a finished run.
+def weights_digest(model: str, revision: str | None = None) -> str:
+    """A short hash of a local folder's weight and config files, from their names, sizes and samples of their bytes, an
+    adapter's with its base model's; the commit of a hub id, "" where it is not known. Takes no more than a moment: it
+    tells whether the weights are still those of a finished run.
     """
-    digest = hashlib.sha256()
-    files = [path for path in Path(model).glob("*") if path.suffix in (".safetensors", ".bin")]
-    if not files:
-        return ""
+    if not Path(model).is_dir():
+        cached = try_to_load_from_cache(model, "config.json", revision=revision)
+        return Path(cached).parent.name if isinstance(cached, str) else ""
+    digest = hashlib.sha256(weights_digest(_base_of(model)).encode() if _is_adapter(model) else b"")
+    files = [path for path in Path(model).glob("*") if path.is_file()
+             and (path.suffix in (".safetensors", ".bin") or path.name in ("config.json", "adapter_config.json"))]
     for path in sorted(files):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
@@ -192,6 +258,12 @@ def _refuse_missing_folder(model: str) -> None:
 
 
 def _reason(error: Exception) -> str:
-    if "trust_remote_code" in str(error):
+    text = str(error).strip()
+    if "trust_remote_code" in text:
         return "it brings Python code of its own; if you trust its source, pass --trust_remote_code"
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if "ignore_mismatched_sizes" in text:
+        return "the checkpoint has another shape for some weights than its config asks for"
+    if "huggingface.co" in text:
+        return "no local folder of this name, and the hub has or gives no such model; check the spelling and the network"
+    line = text.splitlines()[0] if text else ""
+    return line if isinstance(error, (OSError, ValueError)) and line else f"{type(error).__name__}: {line}"

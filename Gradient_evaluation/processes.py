@@ -83,13 +83,13 @@ class Processes:
         if self.size == 1:
             yield from items
             return
-        while (place := self._store.add("taken", 1) - 1) < len(items):
+        while (place := self._together(self._store.add, "taken", 1) - 1) < len(items):
             yield items[place]
 
     def count(self) -> int:
         """Count one more prompt as done; returns how many all processes together have done in this run."""
         self._done += 1
-        return self._store.add("done", 1) if self.size > 1 else self._done
+        return self._together(self._store.add, "done", 1) if self.size > 1 else self._done
 
     def gather(self, value: Any) -> list:
         """The ``value`` of every process, in order of rank, once all have come here."""
@@ -98,9 +98,9 @@ class Processes:
             self._together(torch.distributed.all_gather_object, found, value)
         return found
 
-    def _together(self, collective: Callable, *args) -> None:
+    def _together(self, operation: Callable, *args) -> Any:
         try:
-            collective(*args)
+            return operation(*args)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(f"process {self.rank} lost the others ({reason}); the first error of this job says why, "

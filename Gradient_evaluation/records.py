@@ -57,6 +57,8 @@ def file_records(path: Path) -> Iterator[Record]:
         data = path.read_bytes()
     if path.suffix == ".parquet" or data[:4] == b"PAR1":
         return _parquet_records(path)
+    if data[:2] == b"\x1f\x8b":
+        raise UserError(f"{path}: is compressed; unpack it first (gunzip)")
     if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise UserError(f"{path}: is UTF-16 text; save it as UTF-8")
     data = data.removeprefix(b"\xef\xbb\xbf")

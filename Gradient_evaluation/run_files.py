@@ -20,7 +20,7 @@ from typing import Any
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.durable_files import (one_line_errors, read_finished_rows, to_json_line, truncate_file,
                                                write_bytes_atomic, write_json)
-from Gradient_evaluation.tables import Row, prompt_id
+from Gradient_evaluation.tables import Row, oracle_row
 
 
 IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
@@ -87,12 +87,13 @@ def at_row(row: Row, function: Callable, *args) -> Any:
 
 
 @contextlib.contextmanager
-def saved_on_interrupt(path: Path, first: bool) -> Iterator[None]:
-    """Give Ctrl-C inside the block its message: what is saved, and how to continue."""
+def saved_on_interrupt(path: Path, overwrite: bool, first: bool) -> Iterator[None]:
+    """Give Ctrl-C inside the block its message, by the first process: what is saved, and how to continue."""
     try:
         yield
     except KeyboardInterrupt:
-        saved = f"interrupted; every prompt that was done is saved in {path}, and the same command goes on from there"
+        command = "the same command without --overwrite" if overwrite else "the same command"
+        saved = f"interrupted; every prompt that was done is saved in {path}, and {command} goes on from there"
         raise KeyboardInterrupt(saved if first else "") from None
 
 
@@ -103,8 +104,9 @@ def part_of(table: Path, rank: int) -> Path:
 
 def remove_table(table: Path) -> None:
     """Remove a table and what processes of a stopped run have left of it."""
-    for path in (table, *_parts(table)):
-        path.unlink(missing_ok=True)
+    with one_line_errors(table, "remove"):
+        for path in (table, *_parts(table)):
+            path.unlink(missing_ok=True)
 
 
 def _parts(table: Path) -> list[Path]:
@@ -128,7 +130,9 @@ def continue_table(table: Path, identity: dict, rows: Sequence[Row]) -> dict[int
                 raise UserError(f"{where}: not a row of this script (no {missing[0]}); pass --overwrite to start afresh, "
                                 "or another --out_dir")
             refuse_difference(where, row, identity)
-            key = prompt_id(row["prompt"], row["ground_truth"])
+            key = oracle_row(where, row).prompt_id
+            if finished.get(key, row) != row:
+                raise UserError(f"{where}: a second, different row of a prompt; remove one of the two")
             if key not in wanted:
                 raise UserError(f"{where}: a prompt that is not in --dataset; give the data set this table was made "
                                 "from, pass --overwrite to start afresh, or another --out_dir")
@@ -164,6 +168,13 @@ def check_fingerprint(rows: Iterable[dict], fingerprint: str, path: str | Path, 
             raise UserError(f"{path}: made with other weights (fingerprint {found}, this model has {fingerprint}); {fix}")
 
 
+def check_same_weights(fingerprints: Sequence[str]) -> None:
+    """Raise UserError when processes of one job have loaded different models."""
+    if len(set(fingerprints)) > 1:
+        raise UserError(f"the processes of this job have loaded different weights (fingerprints "
+                        f"{', '.join(sorted(set(fingerprints)))}); give every machine the same --model")
+
+
 def check_identity(path: Path, identity: dict, record: dict, overwrite: bool) -> None:
     """Write a run's ``record`` beside its Gram files, or compare the one there with ``identity``, a part of it.
 
@@ -190,8 +201,9 @@ def read_identity(path: Path) -> dict:
     try:
         identity = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise UserError(f"{path}: missing or not JSON; give the grams folder a run_tracecov.py run has written") from None
-    if not isinstance(identity, dict) or "model" not in identity:
+        raise UserError(f"{path}: missing or damaged; give the grams folder of a finished run, or pass --overwrite to "
+                        "start this one afresh") from None
+    if not isinstance(identity, dict) or not isinstance(identity.get("model"), str):
         raise UserError(f"{path}: not the identity of a run_tracecov.py run")
     return identity
 

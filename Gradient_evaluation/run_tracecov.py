@@ -24,22 +24,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
+
+if __name__ == "__main__":
+    one_line_while_importing()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
 from Gradient_evaluation import estimators, gram_store, group_size_report  # noqa: E402
 from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, run  # noqa: E402
 from Gradient_evaluation.durable_files import write_json  # noqa: E402
 from Gradient_evaluation.estimator_table import DEFAULT, ESTIMATORS  # noqa: E402
 from Gradient_evaluation.flags import add_shared_flags, law_of, law_record, tokenised  # noqa: E402
-from Gradient_evaluation.memory import limit_memory  # noqa: E402
+from Gradient_evaluation.memory import limited_memory  # noqa: E402
 from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer, model_label, resolve_dtype,  # noqa: E402
                                         warn_of_risks, weights_digest)
 from Gradient_evaluation.processes import Processes  # noqa: E402
 from Gradient_evaluation.progress import Progress  # noqa: E402
 from Gradient_evaluation.prompt_measurement import Measurement, block_sizes, planned_block_size  # noqa: E402
-from Gradient_evaluation.run_files import (CHECKS, IDENTITY, check_fingerprint, check_identity,  # noqa: E402
+from Gradient_evaluation.run_files import (CHECKS, IDENTITY, check_fingerprint, check_identity, check_same_weights,  # noqa: E402
                                            only_writer, output_folder, read_checks, read_identity, refuse_difference,
                                            saved_on_interrupt)
 from Gradient_evaluation.score_gram import GRAM_DTYPES, ScoreGram  # noqa: E402
@@ -131,11 +136,11 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     """Everything that can be checked and done before the model is loaded; ``held`` takes the lock on the output."""
     sketched = sketched_names(args.estimators) if args.sketch_dim else []
     sizes = block_sizes(args.M * args.K_list[-1], planned_block_size(args))
+    chosen, n_long = choose_rows(args)
     identity = {**law_record(args), "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
                 "params": args.params, "by_layer": args.by_layer, "sketch_dim": args.sketch_dim,
                 "greedy": "greedy" in args.estimators, "gram_dtype": args.gram_dtype, "sketched": sketched,
                 "sketched_at": args.K_list[-1] if len(sketched) > 1 else None, "dtype": str(dtype).split(".")[-1]}
-    chosen, n_long = choose_rows(args)
     grams = output_folder(args.save_json) / "grams"
     held.enter_context(only_writer(grams))
     output_folder(grams)
@@ -151,41 +156,47 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
 
 def is_measured(plan: Plan, args) -> bool:
     """Whether an earlier run has left every Gram and its checks, made with the weights that are there now."""
-    if plan.todo or not (plan.grams / CHECKS).exists():
+    if plan.todo or "self_audit" not in read_checks(plan.grams) or not (plan.grams / IDENTITY).exists():
         return False
-    return read_identity(plan.grams / IDENTITY).get("weights_digest") == weights_digest(args.model)
+    return read_identity(plan.grams / IDENTITY).get("weights_digest") == weights_digest(args.model, args.revision)
 
 
-def begin(plan: Plan, args, model_fingerprint: str) -> None:
-    """The checks that need the model's weights, by the first process, before anything is measured."""
+def begin(plan: Plan, args, fingerprints: list[str]) -> None:
+    """The checks that need the model's weights, by the first process, before anything is measured or removed."""
+    check_same_weights(fingerprints)
+    model_fingerprint = fingerprints[0]
     if not args.allow_mismatch:
         check_fingerprint((row.columns for _, row, _ in plan.chosen), model_fingerprint, args.oracle_table,
                           "make the table again, or pass --allow_mismatch")
-    about_weights = {"model_fingerprint": model_fingerprint, "weights_digest": weights_digest(args.model)}
+    about_weights = {"model_fingerprint": model_fingerprint, "weights_digest": weights_digest(args.model, args.revision)}
     check_identity(plan.grams / IDENTITY, {**plan.identity, "model_fingerprint": model_fingerprint},
                    {**plan.identity, **about_weights}, args.overwrite)
 
 
-def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> int:
-    """Measure what the plan leaves to do, this process its share of it → the smallest generation batch used."""
+def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> None:
+    """Measure what the plan leaves to do, this process its share of it; every Gram is on disk once it is done."""
     tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
     model = load_model(args.model, args.revision, processes.device, dtype, args.trust_remote_code)
-    processes.from_first(begin, plan, args, fingerprint(model))
+    fingerprints = processes.gather(fingerprint(model))
+    processes.from_first(begin, plan, args, fingerprints)
     gram = ScoreGram(model, law_of(args), args.scoring, args.gram_memory * 2**20, args.params, args.sketch_dim,
                      gradient_checkpointing=args.gradient_checkpointing, gram_dtype=args.gram_dtype)
-    limit_memory(args.max_memory, processes.device)
     measurement = Measurement(model, tokenizer, gram, args)
     done = len(plan.chosen) - len(plan.todo)
-    with Progress(len(plan.chosen), done, "reward", args.quiet, processes) as progress:
+    checks = {"gen_bs": args.gen_bs, **read_checks(plan.grams)}
+    with (limited_memory(args.max_memory, processes.device),
+          Progress(len(plan.chosen), done, "reward", args.quiet, processes) as progress):
         if processes.is_first:
             _, row, prompt_ids = plan.chosen[0]
-            audit = finite_at(row, measurement.audit, row, prompt_ids)
-            write_json(plan.grams / CHECKS, {"self_audit": audit})
+            checks["self_audit"] = finite_at(row, measurement.audit, row, prompt_ids)
+            write_json(plan.grams / CHECKS, checks)
         for place, row, prompt_ids in processes.share(plan.todo):
             record = finite_at(row, measurement.measure, row, prompt_ids, place)
             record.save(plan.grams)
             progress.done(float(record.rewards.mean()), len(record.rewards))
-    return min(processes.gather(measurement.generation.size))
+    smallest = min(processes.gather(measurement.generation.size))
+    if processes.is_first and smallest < checks["gen_bs"]:
+        write_json(plan.grams / CHECKS, {**checks, "gen_bs": smallest})
 
 
 def finite_at(row: Row, function: Callable, *args):
@@ -215,15 +226,19 @@ def recompute(args) -> None:
     with only_writer(folder / "grams"):
         # What made the Grams goes into the config, not this call's defaults.
         config = {name: identity.get(name, value) for name, value in vars(args).items()}
-        finish(args, gram_store.load_all(grams), config, identity, read_checks(grams), None, started)
+        try:
+            finish(args, gram_store.load_all(grams), config, identity, read_checks(grams), started)
+        except ValueError as error:  # records of different runs in one folder do not fit each other
+            raise UserError(f"{grams}: its files cannot be used together ({error}); give a folder of one run") from None
 
 
-def finish(args, records: Iterable, config: dict, identity: dict, checks: dict, gen_bs: int | None, started: float) -> None:
+def finish(args, records: Iterable, config: dict, identity: dict, checks: dict, started: float) -> None:
     """Results, report and figure from the Gram records."""
-    about = {"config": config, "law": identity, "checks": checks, "versions": versions(),
+    audit = {name: value for name, value in checks.items() if name != "gen_bs"}
+    about = {"config": config, "law": identity, "checks": audit, "versions": versions(),
              "seconds": round(time.monotonic() - started, 1)}
     label = model_label(identity["model"])
-    results = write_results(args, records, about, label, gen_bs)
+    results = write_results(args, records, about, label, checks.get("gen_bs"))
     present(args, results, label)
 
 
@@ -242,14 +257,14 @@ def main() -> None:
     if args.from_grams:
         recompute(args)
         return
-    started, gen_bs = time.monotonic(), args.gen_bs
+    started = time.monotonic()
     with Processes(args.device) as processes, ExitStack() as held:
         dtype = resolve_dtype(args.dtype, processes.device)
         plan = processes.from_first(prepare, args, dtype, held)
-        with saved_on_interrupt(plan.grams, processes.is_first):
+        with saved_on_interrupt(plan.grams, args.overwrite, processes.is_first):
             measured = processes.from_first(is_measured, plan, args)
             if not measured:
-                gen_bs = measure_all(plan, args, dtype, processes)
+                measure_all(plan, args, dtype, processes)
             if not processes.is_first:
                 return
             if plan.n_long:
@@ -261,7 +276,7 @@ def main() -> None:
                 print(f"results: {results_path(args.save_json, label)}")
                 return
             finish(args, records_of(plan), vars(args), read_identity(plan.grams / IDENTITY), read_checks(plan.grams),
-                   gen_bs, started)
+                   started)
 
 
 if __name__ == "__main__":

@@ -91,17 +91,26 @@ def load_oracle_table(path: str | Path, warn: Callable[[str], None] = warn_on_st
     """
     rows = _rows(file_records(Path(path).expanduser()), str(path), warn)
     for row in rows:
-        value, samples, correct = row.oracle_value, row.oracle_samples, row.correct_count
-        if samples == 0:
-            raise UserError(f"{row.where}: n_oracle is 0: V_oracle is the mean of nothing; make the table again")
-        if samples is None or correct is None:
-            continue
-        if correct > samples or abs(correct / samples - value) > ROUNDING:
-            raise UserError(
-                f"{row.where}: V_oracle is {value:g}, but correct_count / n_oracle is {correct} / {samples}; "
-                f"correct the row or make the table again"
-            )
+        _check_oracle(row)
     return rows
+
+
+def oracle_row(where: str, record: Mapping[str, Any]) -> Row:
+    """One row of a table of oracle values, checked as ``load_oracle_table`` does; UserError beginning with ``where``."""
+    row = _make_row(where, record)
+    _check_oracle(row)
+    return row
+
+
+def _check_oracle(row: Row) -> None:
+    value, samples, correct = row.oracle_value, row.oracle_samples, row.correct_count
+    if samples == 0:
+        raise UserError(f"{row.where}: n_oracle is 0: V_oracle is the mean of nothing; make the table again")
+    if samples is not None and correct is not None and (correct > samples or abs(correct / samples - value) > ROUNDING):
+        raise UserError(
+            f"{row.where}: V_oracle is {value:g}, but correct_count / n_oracle is {correct} / {samples}; "
+            f"correct the row or make the table again"
+        )
 
 
 def _rows(records: Iterable[Record], source: str, warn: Callable[[str], None]) -> list[Row]:

@@ -99,6 +99,8 @@ def finished_results(args, label: str, rows: Sequence[Row]) -> dict | None:
                  for table in detailed]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+    if not {"estimators", "group_size_law", "score_norm_sq", "on_policy_check"} <= set(results):
+        return None
     wanted = {name: value for name, value in vars(args).items() if name not in NOT_IN_RESULTS}
     table = [[row.prompt, row.ground_truth, row.oracle_value, row.oracle_samples] for row in rows]
     return results if config == wanted and all(each == table for each in found) else None

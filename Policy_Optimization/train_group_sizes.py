@@ -31,7 +31,7 @@ from Gradient_evaluation.advantages import group_advantages  # noqa: E402
 from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, number, run  # noqa: E402
 from Gradient_evaluation.durable_files import write_json  # noqa: E402
 from Gradient_evaluation.group_size_report import budget_table  # noqa: E402
-from Gradient_evaluation.models import check_prompt_length, context_length, fingerprint, load_model, load_tokenizer  # noqa: E402
+from Gradient_evaluation.models import check_prompt_length, fingerprint, load_model, load_tokenizer, model_limits  # noqa: E402
 from Gradient_evaluation.sampling import (Continuation, SamplingLaw, decode_text, draw_tokens, eos_token_ids,  # noqa: E402
                                           log_probs, uniforms)
 from Gradient_evaluation.utils import REWARDS, format_prompt  # noqa: E402
@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for problem in problems:
         problem["ids"] = format_prompt(tokenizer, problem["prompt"])
     longest = max((problem["ids"] for problem in problems), key=len)
-    check_prompt_length(context_length(args.model, None), longest, args.max_new_tokens)
+    check_prompt_length(model_limits(args.model, None)[0], longest, args.max_new_tokens)
     same = ("budget", "steps", "optimizer", "learning_rate", "n_train", "n_held_out", "eval_samples", "temperature",
             "top_p", "max_new_tokens")
     settings = {**{name: getattr(args, name) for name in same}, "model_fingerprint": fingerprint(start)}

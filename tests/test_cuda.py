@@ -8,7 +8,7 @@ from test_sampling import PROMPT, frequencies_agree
 from tiny_models import enumerable_policy, enumerate_outcomes, random_continuations, tiny_model, tiny_tokenizer
 
 from data.make_arithmetic import make_problems, write_jsonl
-from Gradient_evaluation.memory import Batch, limit_memory
+from Gradient_evaluation.memory import Batch, limited_memory
 from Gradient_evaluation.sampling import SamplingLaw, sample_continuations, uniforms
 from Gradient_evaluation.score_gram import ScoreGram
 
@@ -53,13 +53,10 @@ def test_peak_memory_of_a_block_is_the_model_and_its_activations():
 
 
 def test_max_memory_makes_the_gpu_refuse_and_the_batch_shrink():
-    limit_memory(1.0, torch.device("cuda"))
-    try:
-        batch = Batch("--gen_bs", 64, least=1)
+    batch = Batch("--gen_bs", 64, least=1)
+    with limited_memory(1.0, torch.device("cuda")):
         assert batch.run(lambda size: torch.empty(size * 2**26, dtype=torch.uint8, device="cuda").numel(), "here") < 2**30
-        assert batch.size < 64
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert batch.size < 64
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

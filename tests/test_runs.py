@@ -390,6 +390,113 @@ def test_max_memory_makes_the_real_allocator_refuse_and_the_run_go_on(tmp_path):
     assert capped == free
 
 
+def test_a_memory_limit_ends_with_the_measuring(policy, table, tmp_path):  # noqa: F811
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    assert call(run_tracecov, *tracecov_flags(policy, table, tmp_path)[1:], "--max_memory", 20)[0] == 0
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+# ------------------------------------------------------------------------------------------------ another model
+
+
+def changed(policy, tmp_path, **config):  # noqa: F811
+    folder = shutil.copytree(policy, tmp_path / "other" / "four tokens", dirs_exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**read(folder / "config.json"), **config}))
+    return folder
+
+
+def test_messages_in_any_form_are_continued(policy, tmp_path):  # noqa: F811
+    data = tmp_path / "data.jsonl"
+    forms = ([{"role": "user", "content": "13", "name": None}], [{"role": "user", "content": [{"type": "text", "text": "2"}]}])
+    data.write_text("".join(json.dumps({"prompt": p, "ground_truth": 1}) + "\n" for p in forms))
+    out = tmp_path / "out"
+    assert oracle(policy, data, out)[0] == 0
+    (path,) = out.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole.splitlines(keepends=True)[0])
+    assert oracle(policy, data, out)[0] == 0 and path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("kind", ["lacks", "has another shape for"])
+def test_a_checkpoint_that_lacks_weights_is_refused(policy, problems, tmp_path, capsys, kind):  # noqa: F811
+    config = {"n_layer": 2} if kind == "lacks" else {"n_positions": 32}
+    one_line_error(oracle(changed(policy, tmp_path, **config), problems, tmp_path / "a", capsys=capsys), "--model", kind)
+    assert not list((tmp_path / "a").glob("*.jsonl"))
+
+
+def test_encoder_decoders_and_bidirectional_models_are_refused(policy, problems, tmp_path, capsys):  # noqa: F811
+    from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM
+
+    small = dict(vocab_size=8, max_position_embeddings=64)
+    bart = BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+                      encoder_ffn_dim=16, decoder_ffn_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=0, **small)
+    bert = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, **small)
+    for name, model, reason in (("bart", BartForConditionalGeneration(bart), "encoder-decoder"),
+                                ("bert", BertForMaskedLM(bert), "not a causal language model")):
+        model.save_pretrained(tmp_path / name)
+        tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(tmp_path / name)
+        one_line = oracle(tmp_path / name, problems, tmp_path / "a", capsys=capsys)
+        assert one_line[0] == 2 and reason in one_line[2].splitlines()[-1], one_line
+
+
+def test_another_template_or_config_is_not_mixed_in(policy, problems, table, tmp_path, capsys):  # noqa: F811
+    lines = table.read_bytes().splitlines(keepends=True)
+    template = changed(policy, tmp_path)
+    (template / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] * 2 }}{% endfor %}")
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / table.name).write_bytes(b"".join(lines[:3]))
+    one_line_error(oracle(template, problems, tmp_path / "a", capsys=capsys), "prompt_format")
+    one_line_error(tracecov(template, table, tmp_path / "t", "--K_list", 4, "--M", 1, capsys=capsys), "prompt_format")
+    (template / "chat_template.jinja").unlink()
+    one_line_error(oracle(changed(policy, tmp_path, activation_function="relu"), problems, tmp_path / "b", capsys=capsys),
+                   "other weights")
+
+
+def test_a_model_without_its_tokenizer_or_with_anothers_is_refused(policy, problems, tmp_path, capsys):  # noqa: F811
+    folder = changed(policy, tmp_path)
+    tiny_tokenizer(("<eos>", "7", "8", "9", "0", "1", "2", "3")).save_pretrained(folder)
+    one_line_error(oracle(folder, problems, tmp_path / "a", capsys=capsys), "line 1", "do not belong together")
+    (folder / "tokenizer.json").unlink()
+    one_line_error(oracle(folder, problems, tmp_path / "a", capsys=capsys), "no tokenizer file")
+
+
+@pytest.mark.parametrize("name, data", [("tokenizer.json", "{}"), ("config.json", "[]"), ("config.json", "{"),
+                                        ("model.safetensors", "short")])
+def test_a_damaged_model_is_one_line(policy, problems, tmp_path, capsys, name, data):  # noqa: F811
+    folder = changed(policy, tmp_path)
+    (folder / name).write_text(data)
+    one_line_error(oracle(folder, problems, tmp_path / "a", "--overwrite", capsys=capsys), "--model")
+
+
+def test_overwrite_removes_nothing_before_the_model_is_known_to_load(policy, problems, table, tmp_path, capsys):  # noqa: F811
+    folder = changed(policy, tmp_path)
+    (folder / "model.safetensors").write_bytes(b"short")
+    out = tmp_path / "out"
+    out.mkdir()
+    shutil.copy(table, out)
+    one_line_error(oracle(folder, problems, out, "--overwrite", capsys=capsys), "--model")
+    assert (out / table.name).read_bytes() == table.read_bytes()
+
+
+@pytest.mark.parametrize("change", [{"V_oracle": "high"}, {"V_oracle": None}, {"V_oracle": 0.99}, {"prompt": None}])
+def test_a_row_of_the_own_table_that_was_damaged_is_named(policy, problems, table, tmp_path, capsys, change):  # noqa: F811
+    rows = rows_of(table)
+    rows[1] |= change
+    (tmp_path / table.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one_line_error(oracle(policy, problems, tmp_path, capsys=capsys), "line 2")
+
+
+def test_a_gram_file_of_another_prompt_is_refused(policy, table, undisturbed, tmp_path, capsys):  # noqa: F811
+    out = shutil.copytree(undisturbed, tmp_path / "copy")
+    first, second = sorted((out / "grams").glob("[0-9a-f]*.npz"))[:2]
+    shutil.copy(first, second)
+    (out / RESULTS).unlink()
+    one_line_error(call(run_tracecov, *tracecov_flags(policy, table, out)[1:], capsys=capsys), second.name)
+
+
 # ------------------------------------------------------------------------------------------------ bad input
 
 
