@@ -113,7 +113,7 @@ TOKENS = ["--max_new_tokens", "8"]
 SCRIPTS = "Gradient_evaluation/"
 ADDED = {
     "data/make_arithmetic.py --n 40": ["--n", "4"],
-    "data/make_arithmetic.py": [],
+    "data/make_arithmetic.py": ["--n", "4"],
     SCRIPTS + "calculate_oracle_v.py --model RUN_DIR": [*TOKENS, "--n_oracle", "4"],
     SCRIPTS + "calculate_oracle_v.py": TOKENS,
     SCRIPTS + "run_tracecov.py --from_grams": [],
