@@ -38,25 +38,28 @@ class Batch:
     def run(self, work: Callable[[int], Result], where: str) -> Result:
         """``work(size)``, from the start with half the size each time it runs out of memory.
 
-        Raises UserError, naming ``where``, when the least size is still too much.
+        Says once what it came to. Raises UserError, naming ``where``, when the least size is still too much.
         """
+        asked = self.size
         while True:
             try:
-                return work(self.size)
+                result = work(self.size)
+                break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
             self._halve(where)  # outside the handler, whose traceback keeps the tensors of the attempt alive
+        if self.size < asked:
+            print(f"note: {where}: out of memory with {asked} continuations at a time ({self.flag}); going on with "
+                  f"{self.size}", file=sys.stderr)
+        return result
 
     def _halve(self, where: str) -> None:
         if self.size <= self.least:
             raise UserError(f"{where}: out of memory with {self.size} continuation{'s' * (self.size > 1)} at a time; "
                             "lower --max_new_tokens, raise --max_memory if it is set, try --gradient_checkpointing, or "
                             "take a larger device")
-        smaller = max(self.least, self.size // 2)
-        print(f"note: {where}: out of memory with {self.size} continuations at a time ({self.flag}); going on with "
-              f"{smaller}", file=sys.stderr)
-        self.size = smaller
+        self.size = max(self.least, self.size // 2)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
