@@ -134,7 +134,7 @@ def _rows(records: Iterable[Record], source: str, warn: Callable[[str], None]) -
 def _make_row(where: str, record: Mapping[str, Any]) -> Row:
     for column in ("prompt", "ground_truth"):
         if column not in record:
-            existing = ", ".join(str(name) for name in record)[:200] or "none"
+            existing = " ".join(", ".join(str(name) for name in record).split())[:200] or "none"
             raise UserError(f"{where}: no column {column!r} (columns: {existing}); rename or add it")
     try:
         prompt = normalise_prompt(record["prompt"])
