@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-CACHE = 2**20  # bytes of a chunk on a CPU: written and read again before it leaves the cache
+CACHE = 2**22  # bytes of a chunk on a CPU: written and read again before it leaves the cache
+ROWS = 32  # of a weight at a time at least, where the budget allows it: products of fewer are slow
 HALVES_FROM = 48  # samples from which a product of two halves beats the whole on a CPU
 WIDE = 8  # outputs per input from which columns without a gradient are looked for
 GHOST_ROWS = 256  # positions at a time in a ghost product
@@ -101,7 +102,8 @@ def materialised_gram(use: Outer, budget: int, dtype: torch.dtype | None = None)
     """``outer_gram`` through per-sample gradients, a chunk of rows of the weight at a time."""
     batch, _, d_in = use.a.shape
     a, total = widen(use.a, dtype), SymmetricSum(batch, use.a.device)
-    rows = min(use.b.shape[-1], _chunk(batch * d_in * a.element_size(), budget, a.device))
+    unit = batch * d_in * a.element_size()
+    rows = min(use.b.shape[-1], max(_chunk(unit, budget, a.device), min(ROWS, budget // unit)))
     buffer = a.new_empty(batch * rows * d_in)
     for b in use.b.split(rows, dim=-1):
         per_sample = buffer[:batch * b.shape[-1] * d_in].view(batch, -1, d_in)

@@ -24,6 +24,8 @@ class _SharedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, matrix, bias, shared: int):
         ctx.save_for_backward(matrix)
+        if shared == 0:
+            return _affine(x.flatten(0, 1), matrix, bias).unflatten(0, x.shape[:2])
         out = x.new_empty(*x.shape[:2], matrix.shape[1])
         out[:, :shared] = _affine(x[0, :shared], matrix, bias)
         out[:, shared:] = _affine(x[:, shared:].flatten(0, 1), matrix, bias).unflatten(0, (len(x), -1))
@@ -41,9 +43,9 @@ def _affine(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) ->
 
 def _forward(module: nn.Module, plain, shape: tuple[int, int], shared: int, x: torch.Tensor) -> torch.Tensor:
     matrix = module.weight.T if isinstance(module, nn.Linear) else module.weight
-    if x.dim() != 3 or x.shape[:2] != shape or matrix.requires_grad or not x.dtype == matrix.dtype:
-        return plain(x.contiguous())  # the head sees a slice, of which matmul would make one small product per row
-    return _SharedLinear.apply(x, matrix, module.bias, shared)
+    if x.dim() != 3 or x.shape[0] != shape[0] or matrix.requires_grad or x.dtype != matrix.dtype:
+        return plain(x)
+    return _SharedLinear.apply(x, matrix, module.bias, shared if x.shape[1] == shape[1] else 0)
 
 
 @contextmanager

@@ -115,10 +115,10 @@ def inverse_cdf(logits: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, to
     n, vocabulary = logits.shape
     weight = (logits - logits.amax(-1, keepdim=True)).exp_()
     whole = vocabulary // BLOCK * BLOCK
-    sums = [weight[:, :whole].view(n, -1, BLOCK).sum(-1, dtype=torch.float64)] if whole else []
+    sums = [weight[:, :whole].view(n, -1, BLOCK).sum(-1)] if whole else []
     if whole < vocabulary:
-        sums.append(weight[:, whole:].sum(-1, keepdim=True, dtype=torch.float64))
-    sums = torch.cat(sums, 1)
+        sums.append(weight[:, whole:].sum(-1, keepdim=True))
+    sums = torch.cat(sums, 1).double()
     cumulated = sums.cumsum(-1)
     target = _below(u * cumulated[:, -1], cumulated[:, -1]).unsqueeze(1)
     block = torch.searchsorted(cumulated, target, right=True).clamp(max=sums.shape[1] - 1)

@@ -53,6 +53,7 @@ def parse_args():
                         help="cpu, with --threads 1: time of this process alone, for a machine others use (%(default)s)")
     parser.add_argument("--K_list", nargs="+", type=integer(2), default=list(K_LIST), help="of the sweep (4 to 64)")
     parser.add_argument("--without_3_backwards", action="store_true", help="leave the longest comparison out")
+    parser.add_argument("--problem", type=integer(0), default=0, help="number of the prompt (%(default)s)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="float32")
     parser.add_argument("--gram_dtype", choices=["float32", "bfloat16"], default="float32")
@@ -70,7 +71,7 @@ class Subject:
         folder = str(ROOT / "data" / "tiny_model" if name == "tiny" else smollm2())
         self.tokenizer = load_tokenizer(folder, None)
         self.model = load_model(folder, None, self.device, resolve_dtype(args.dtype, self.device))
-        self.problem = make_problems(1, 0)[0]
+        self.problem = make_problems(args.problem + 1, 0)[args.problem]
         text = self.problem["prompt"][0]["content"]
         if prompt_kind == "few_shot":
             solved = make_problems(60, 1)
@@ -163,8 +164,7 @@ def peak_of(kind: str, args) -> None:
     with PeakMemory(subject.device) as peak:
         if work == "published":
             traces = RunningTraces(subject.model)
-            for _ in range(2):
-                traces.add(subject.prompt_ids, continuations, z, 0.5, LAW)
+            traces.add(subject.prompt_ids, continuations, z, 0.5, LAW)
         else:
             grams.block(subject.prompt_ids, continuations)
     print(json.dumps({"bytes": peak.bytes}))
@@ -205,9 +205,12 @@ def efficiency(subject: Subject, clock: str, blocks: int = 8, groups: int = 24) 
         took = seconds(groups_of_size, subject.device, clock)
         added = np.array(traces.added)[1:]
         for e, name in enumerate(ESTIMATORS):
-            theirs = added[:, e].var(ddof=1) / len(added) * took
-            mine = ours[:, e, j].var(ddof=1) / blocks * spent / len(K_LIST)  # one set serves every K
-            found[f"{name}, K={size}"] = theirs / mine if mine > 0 else None
+            theirs = added[:, e].var(ddof=1) / len(added)
+            mine = ours[:, e, j].var(ddof=1) / blocks
+            at_equal_time = theirs * took / (mine * spent / len(K_LIST)) if mine > 0 else None  # one set serves every K
+            found[f"{name}, K={size}"] = {"ratio": at_equal_time,
+                                          "ours": [ours[:, e, j].mean(), mine**0.5],
+                                          "published": [added[:, e].mean(), theirs**0.5]}
     return found
 
 
@@ -258,9 +261,10 @@ def table(results: dict) -> str:
             theirs = found["memory"][f"published:{work.split(':')[1]}"]
             if not work.startswith("published"):
                 line(key, f"peak memory {work} against published, MB", peak / 1e6, theirs / 1e6, theirs / peak)
-        for what, ratio in found.get("efficiency", {}).items():
-            if ratio is not None:
-                lines.append(f"{key:22} {'variance at equal time, ' + what:44} {'':10} {'':10} {ratio:>8.1f}")
+        for what, both in found.get("efficiency", {}).items():
+            if both["ratio"] is not None:
+                line(key, f"variance at equal time, {what} (errors)", both["ours"][1], both["published"][1],
+                     both["ratio"])
     return "\n".join(lines)
 
 
