@@ -372,21 +372,21 @@ def test_gradient_checkpointing_changes_no_number_and_may_be_switched_when_conti
 
 
 def test_max_memory_makes_the_real_allocator_refuse_and_the_run_go_on(tmp_path):
-    """A vocabulary of 50,000 and 2,048 continuations at a time: over 1 GiB of logits and their cumulative sums."""
+    """A vocabulary of 50,000 and 4,096 continuations at a time: over 1.5 GiB of logits and their exponentials."""
     folder = tmp_path / "wide"
     words = ("<eos>", *(str(i) for i in range(1, 50_000)))
     enumerable_policy(vocabulary=len(words)).float().save_pretrained(folder)
     tiny_tokenizer(words).save_pretrained(folder)
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "1", "ground_truth": 1}) + "\n")
-    flags = [ORACLE, "--model", folder, "--dataset", data, "--n_oracle", 2048, "--batch_size", 2048, "--max_new_tokens", 1,
+    flags = [ORACLE, "--model", folder, "--dataset", data, "--n_oracle", 4096, "--batch_size", 4096, "--max_new_tokens", 1,
              "--device", "cpu", "--top_p", 1.0]
     code, _, err = ended(start([*flags, "--out_dir", tmp_path / "a", "--max_memory", 0.01]))
     assert code == 2 and "--max_memory 0.01" in err and err.count("\n") == 1
-    code, _, err = ended(start([*flags, "--out_dir", tmp_path / "a", "--max_memory", 1.1]))
+    code, _, err = ended(start([*flags, "--out_dir", tmp_path / "a", "--max_memory", 1.3]))
     assert code == 0 and "going on with" in err, err
     assert ended(start([*flags[:-2], "--top_p", 1.0, "--batch_size", 128, "--out_dir", tmp_path / "b"]))[0] == 0
-    capped, free = (rows_of(tmp_path / out / "oracle_v_n2048_wide.jsonl") for out in "ab")
+    capped, free = (rows_of(tmp_path / out / "oracle_v_n4096_wide.jsonl") for out in "ab")
     assert capped == free
 
 
