@@ -262,7 +262,7 @@ def table(results: dict) -> str:
             if not work.startswith("published"):
                 line(key, f"peak memory {work} against published, MB", peak / 1e6, theirs / 1e6, theirs / peak)
         for what, both in found.get("efficiency", {}).items():
-            if both["ratio"] is not None:
+            if isinstance(both, dict) and both["ratio"] is not None:
                 line(key, f"variance at equal time, {what} (errors)", both["ours"][1], both["published"][1],
                      both["ratio"])
     return "\n".join(lines)
