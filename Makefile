@@ -15,6 +15,8 @@ RESULTS ?= $(DEMO)/tracecov_tiny_model.json
 
 .PHONY: demo test test-all report clean
 
+# a model this small gains nothing from threads, and loses much on a busy machine
+demo: export OMP_NUM_THREADS ?= 1
 demo: .venv/installed
 	$(BIN)/python data/make_arithmetic.py --n 40 --out $(DEMO)/problems.jsonl
 	$(BIN)/python Gradient_evaluation/calculate_oracle_v.py --model data/tiny_model \

@@ -159,7 +159,7 @@ def report(results: dict) -> str:
     check, norms = results["on_policy_check"], results["score_norm_sq"]
     error = "" if check["standard_error"] is None else f" +- {check['standard_error']:.1e}"
     ratio = "not computed" if check["ratio"] is None else f"{check['ratio']:.1e}{error}"
-    lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (0 within its error when the scores are those of the "
+    lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (within two standard errors of 0 when the scores are those of the "
                  "law that was sampled)")
     shown = [f"{name} {norms[name]['mean']:.4g}" for name in ("right", "wrong") if norms[name]["mean"] is not None]
     lines.append(f"E||g||^2 of answers: {', '.join(shown)}; ||theta||^2 = {results['theta_norm_sq']:.4g}; "

@@ -23,6 +23,10 @@ while (($#)); do
       break
       ;;
     --dry_run) dry_run=1 ;;
+    -h | --help)
+      sed -n '2,/^set -/{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+      exit 0
+      ;;
     --env | --sweep_dir)
       (($# > 1)) || {
         echo "error: $1: a value is missing" >&2
