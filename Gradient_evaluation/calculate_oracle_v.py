@@ -28,7 +28,7 @@ if __name__ == "__main__":
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
+from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
 from Gradient_evaluation.durable_files import append_row  # noqa: E402
 from Gradient_evaluation.flags import add_shared_flags, law_of, law_record, tokenised  # noqa: E402
 from Gradient_evaluation.memory import Batch, limited_memory  # noqa: E402
@@ -36,8 +36,9 @@ from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer,
                                         warn_of_risks, weights_digest)
 from Gradient_evaluation.processes import Processes  # noqa: E402
 from Gradient_evaluation.progress import Progress  # noqa: E402
-from Gradient_evaluation.run_files import (check_fingerprint, check_same_weights, continue_table, only_writer, output_folder,  # noqa: E402
-                                           part_of, remove_table, saved_on_interrupt, write_table)
+from Gradient_evaluation.run_files import (check_fingerprint, check_same_weights, continue_table, finite_at,  # noqa: E402
+                                           only_writer, output_folder, part_of, remove_table, saved_on_interrupt,
+                                           write_table)
 from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
 from Gradient_evaluation.tables import Row, check_ground_truths, load_dataset_rows  # noqa: E402
 from Gradient_evaluation.utils import REWARDS  # noqa: E402
@@ -86,10 +87,7 @@ def measure(model, tokenizer, prompt_ids, row, args, batch: Batch) -> dict:
     def sample(size: int):
         return sample_continuations(model, tokenizer, prompt_ids, u, law_of(args), size)
 
-    try:
-        drawn = batch.run(sample, row.where)
-    except FloatingPointError as error:
-        raise UserError(f"{row.where}: {error} on this prompt; check the checkpoint, or try --dtype float32") from None
+    drawn = finite_at(row, batch.run, sample, row.where)
     score = REWARDS[args.reward].score
     rewards = np.array([score(continuation.text, row.ground_truth) for continuation in drawn])
     error = rewards.std(ddof=1) / np.sqrt(len(rewards)) if len(rewards) > 1 else None

@@ -86,6 +86,14 @@ def at_row(row: Row, function: Callable, *args) -> Any:
         raise UserError(f"{row.where}: {error}") from None
 
 
+def finite_at(row: Row, function: Callable, *args) -> Any:
+    """``function(*args)``; a value that is not finite is a UserError that names the row."""
+    try:
+        return function(*args)
+    except FloatingPointError as error:
+        raise UserError(f"{row.where}: {error} on this prompt; check the checkpoint, or try --dtype float32") from None
+
+
 @contextlib.contextmanager
 def saved_on_interrupt(path: Path, overwrite: bool, first: bool) -> Iterator[None]:
     """Give Ctrl-C inside the block its message, by the first process: what is saved, and how to continue."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,7 @@ from Gradient_evaluation.processes import Processes  # noqa: E402
 from Gradient_evaluation.progress import Progress  # noqa: E402
 from Gradient_evaluation.prompt_measurement import Measurement, block_sizes, planned_block_size  # noqa: E402
 from Gradient_evaluation.run_files import (CHECKS, IDENTITY, check_fingerprint, check_identity, check_same_weights,  # noqa: E402
-                                           only_writer, output_folder, read_checks, read_identity, refuse_difference,
+                                           finite_at, only_writer, output_folder, read_checks, read_identity, refuse_difference,
                                            saved_on_interrupt)
 from Gradient_evaluation.score_gram import GRAM_DTYPES, ScoreGram  # noqa: E402
 from Gradient_evaluation.sketch_weights import sketched_names  # noqa: E402
@@ -197,14 +197,6 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> N
     smallest = min(processes.gather(measurement.generation.size))
     if processes.is_first and smallest < checks["gen_bs"]:
         write_json(plan.grams / CHECKS, {**checks, "gen_bs": smallest})
-
-
-def finite_at(row: Row, function: Callable, *args):
-    """``function(*args)``; a value that is not finite is a UserError that names the row."""
-    try:
-        return function(*args)
-    except FloatingPointError as error:
-        raise UserError(f"{row.where}: {error} on this prompt; check the checkpoint, or try --dtype float32") from None
 
 
 def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
