@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", MPLBACKEND="Agg")
+for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # a make that a test starts is none below the one that started the tests
+    os.environ.pop(name, None)
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest  # noqa: E402
