@@ -14,6 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 
+OURS = ("Gradient_evaluation", "Policy_Optimization", "data", "plots")  # what fails to import here is our bug
+
+
 class UserError(Exception):
     """Something the user can mend. The message is one line: where it is and what to do about it."""
 
@@ -31,6 +34,7 @@ class Parser(argparse.ArgumentParser):
 def run(main: Callable[[], None]) -> None:
     """Call ``main``; a UserError becomes one line on stderr and exit code 2, Ctrl-C one line and 130."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.excepthook = sys.__excepthook__
     for stream in (sys.stdout, sys.stderr):  # a file name the terminal cannot show is no reason to fail
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
@@ -47,14 +51,24 @@ def run(main: Callable[[], None]) -> None:
 
 
 def one_line_while_importing() -> None:
-    """Until ``run``, let Ctrl-C end this process with one line: the libraries take seconds to import."""
+    """Until ``run``, end this process with one line where Ctrl-C is pressed or a library is not installed.
 
-    def end(*_) -> None:
-        sys.stderr.write("interrupted; nothing was being measured yet\n")
+    The libraries take seconds to import, and are all in the environment that ``make`` sets up.
+    """
+
+    def end(line: str, code: int) -> None:
+        sys.stderr.write(line + "\n")
         sys.stderr.flush()
-        os._exit(130)
+        os._exit(code)
 
-    signal.signal(signal.SIGINT, end)
+    def missing(kind, error, traceback) -> None:
+        if issubclass(kind, ModuleNotFoundError) and error.name and error.name.partition(".")[0] not in OURS:
+            end(f"error: {sys.executable} has no package {error.name.partition('.')[0]}; activate the environment "
+                "(make demo or make test sets up .venv: . .venv/bin/activate), or pip install -r requirements.txt", 2)
+        sys.__excepthook__(kind, error, traceback)
+
+    signal.signal(signal.SIGINT, lambda *_: end("interrupted; nothing was being measured yet", 130))
+    sys.excepthook = missing
 
 
 def integer(minimum: int) -> Callable[[str], int]:

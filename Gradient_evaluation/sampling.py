@@ -15,14 +15,15 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
 from Gradient_evaluation.growing_cache import let_grow
-from Gradient_evaluation.vocabulary import TokenLogProb, inverse_cdf, nucleus
+from Gradient_evaluation.thin_products import thin_products
+from Gradient_evaluation.vocabulary import TokenLogProb, draw_from_nucleus, inverse_cdf, nucleus
 
 COMPACT_BELOW = 0.75  # finished rows leave the batch once fewer than this share of it is still going
 
@@ -127,10 +128,9 @@ def draw_tokens(logits: torch.Tensor, u: torch.Tensor, law: SamplingLaw) -> torc
 def _draw(logits: torch.Tensor, u: torch.Tensor, law: SamplingLaw) -> tuple[torch.Tensor, torch.Tensor]:
     """``draw_tokens``, and whether the logits were finite (or -inf): a bool () on their device."""
     logits = _divided(logits, law)
-    kept = kept_tokens(logits, law)
-    if kept is not None:
-        logits = logits.masked_fill(~kept, -torch.inf)
-    return inverse_cdf(logits, u)
+    if 0 < law.top_k < logits.shape[-1]:
+        logits = logits.masked_fill(~kept_tokens(logits, replace(law, top_p=1.0)), -torch.inf)
+    return inverse_cdf(logits, u) if law.top_p == 1.0 else draw_from_nucleus(logits, u, law.top_p)
 
 
 @torch.inference_mode()
@@ -147,10 +147,11 @@ def sample_continuations(model, tokenizer, prompt_ids: Sequence[int], u: np.ndar
     prefill = model(input_ids=prompt, attention_mask=torch.ones_like(prompt), use_cache=True, logits_to_keep=1)
     prompt_cache = getattr(prefill, "past_key_values", None)
     drawn = []
-    for start in range(0, len(u), batch_size):
-        rows_u = torch.from_numpy(u[start:start + batch_size]).to(device)
-        cache = copy.deepcopy(prompt_cache) if isinstance(prompt_cache, Cache) else None
-        drawn += _decode(model, tokenizer, prompt, prefill.logits[:, -1], cache, rows_u, law, eos)
+    with thin_products(model):
+        for start in range(0, len(u), batch_size):
+            rows_u = torch.from_numpy(u[start:start + batch_size]).to(device)
+            cache = copy.deepcopy(prompt_cache) if isinstance(prompt_cache, Cache) else None
+            drawn += _decode(model, tokenizer, prompt, prefill.logits[:, -1], cache, rows_u, law, eos)
     return drawn
 
 

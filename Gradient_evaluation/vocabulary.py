@@ -28,13 +28,13 @@ def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     return torch.cat([_nucleus(part, top_p) for part in parts]).view(logits.shape)
 
 
-def _nucleus(rows: torch.Tensor, top_p: float) -> torch.Tensor:
+def _nucleus(rows: torch.Tensor, top_p: float, first: tuple[int, ...] | None = None) -> torch.Tensor:
     if rows.device.type != "cpu":  # a GPU sorts fast, and asking which rows are undecided would make the host wait
         return _nucleus_by_sort(rows, top_p)
     kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
     undecided = torch.arange(len(rows))
     log_total = rows.logsumexp(-1, keepdim=True)
-    for k in FIRST:
+    for k in FIRST if first is None else first:
         if 4 * k > rows.shape[1] or len(undecided) == 0:
             break
         part = rows if len(undecided) == len(rows) else rows[undecided]
@@ -47,15 +47,43 @@ def _nucleus(rows: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 def _nucleus_of_first(rows, log_total, top_p: float, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens kept, rows in which the k likeliest tokens decide them).
+    """(tokens kept, rows in which the k likeliest tokens decide them)."""
+    values, _, _, count, decided = _likeliest(rows, log_total, top_p, k)
+    return rows >= values.gather(-1, count - 1), decided
 
-    Likeliest first, a token stays while those before it have less than top_p. Ties at the edge are left to the sort.
+
+def _likeliest(rows, log_total, top_p: float, k: int) -> tuple[torch.Tensor, ...]:
+    """The k likeliest tokens, likeliest first: values, ids and probabilities (n, k); how many of them top_p leaves
+    (n, 1); and the rows (n,) in which that is the whole nucleus.
+
+    A token stays while those before it have less than top_p. Ties at the edge are left to the sort.
     """
-    values = torch.topk(rows, k, dim=-1).values
+    values, ids = torch.topk(rows, k, dim=-1)
     p = (values - log_total).double().exp()
-    count = ((p.cumsum(-1) - p) < top_p).sum(-1, keepdim=True)
-    kept = rows >= values.gather(-1, count - 1)
-    return kept, (count.squeeze(-1) < k) & (kept.sum(-1) == count.squeeze(-1))
+    count = ((p.cumsum(-1) - p) < top_p).sum(-1, keepdim=True).clamp(min=1)  # nan is below nothing
+    edge = values.gather(-1, count.clamp(max=k - 1))
+    return values, ids, p, count, ((count < k) & (edge < values.gather(-1, count - 1))).squeeze(-1)
+
+
+def draw_from_nucleus(logits: torch.Tensor, u: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """``inverse_cdf`` of what top_p < 1 leaves of ``logits`` (n, vocabulary): token ids (n,) and whether all are sound.
+
+    On a CPU, rows whose nucleus lies within a few of their likeliest tokens are drawn from these alone.
+    """
+    k = FIRST[0]
+    if logits.device.type != "cpu" or 4 * k > logits.shape[1]:
+        return inverse_cdf(logits.masked_fill(~nucleus(logits, top_p), -torch.inf), u)
+    log_total = logits.logsumexp(-1, keepdim=True)
+    _, ids, p, count, decided = _likeliest(logits, log_total, top_p, k)
+    ids, order = ids.masked_fill(torch.arange(k) >= count, logits.shape[1]).sort(dim=-1)  # what is cut off comes last
+    cumulated = p.gather(-1, order).masked_fill_(ids == logits.shape[1], 0.0).cumsum(-1)
+    place = torch.searchsorted(cumulated, _below(u * cumulated[:, -1], cumulated[:, -1]).unsqueeze(1), right=True)
+    drawn, sound = ids.gather(-1, place.clamp(max=k - 1)).squeeze(1), torch.isfinite(log_total).all()
+    if not decided.all():
+        rest = logits[~decided]
+        kept = _nucleus(rest, top_p, FIRST[1:])
+        drawn[~decided] = inverse_cdf(rest.masked_fill(~kept, -torch.inf), u[~decided])[0]
+    return drawn.clamp(max=logits.shape[1] - 1), sound
 
 
 def _nucleus_by_sort(rows: torch.Tensor, top_p: float) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from tiny_models import enumerable_policy, enumerate_outcomes, tiny_model, tiny_tokenizer
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from Gradient_evaluation import vocabulary
+from Gradient_evaluation import thin_products, vocabulary
 from Gradient_evaluation.growing_cache import GrowingLayer, let_grow
 from Gradient_evaluation.sampling import (SamplingLaw, eos_token_ids, kept_tokens, log_probs, sample_continuations,
                                           uniforms)
@@ -166,6 +166,45 @@ def test_a_draw_is_the_first_token_whose_cumulated_probability_exceeds_u(monkeyp
     cdf = logits.softmax(-1).cumsum(-1)
     assert sound and (drawn == (cdf <= u.unsqueeze(1) * cdf[:, -1:]).sum(-1).clamp(max=29))[4:].all()
     assert (logits[torch.arange(500), drawn] > -torch.inf).all() and drawn[0] == 0 and drawn[1] == 0
+
+
+@pytest.mark.parametrize("first", [(3, 9), (9, 30), (30, 60)])
+@pytest.mark.parametrize("top_p", [0.05, 0.6, 0.95, 0.9999])
+def test_a_draw_among_the_likeliest_tokens_is_the_draw_from_the_whole_nucleus(monkeypatch, first, top_p):
+    logits = 3 * torch.randn(900, 240, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[300:] = logits[300:].round()  # ties, at the edge of the nucleus too
+    logits[::3, 5:230] = -torch.inf  # what top_k took out
+    u = torch.rand(900, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    u[:300:2], u[1:300:2] = 0.0, 1 - 2.0**-53
+    monkeypatch.setattr(vocabulary, "FIRST", first)
+    drawn, sound = vocabulary.draw_from_nucleus(logits, u, top_p)
+    kept = vocabulary._nucleus_by_sort(logits, top_p)
+    assert sound and (drawn == vocabulary.inverse_cdf(logits.masked_fill(~kept, -torch.inf), u)[0]).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_nucleus_of_logits_that_are_not_sound_is_noticed(bad):
+    logits, u = torch.randn(3, 600), torch.full((3,), 0.5, dtype=torch.float64)
+    assert vocabulary.draw_from_nucleus(logits, u, 0.9)[1]
+    logits[1] = bad
+    drawn, sound = vocabulary.draw_from_nucleus(logits, u, 0.9)
+    assert not sound and ((0 <= drawn) & (drawn < 600)).all()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 33])
+def test_a_thin_product_is_the_layer_and_leaves_no_trace(monkeypatch, bias, rows):
+    monkeypatch.setattr(thin_products, "OUTPUTS", 7)
+    monkeypatch.setattr(thin_products, "WIDE", 20)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 20, bias=bias), torch.nn.Linear(20, 19))
+    x = torch.randn(rows, 1, 5)
+    with torch.inference_mode():
+        expected = model(x)
+        with thin_products.thin_products(model):
+            assert "forward" in vars(model[0]) and "forward" not in vars(model[1])
+            found = model(x)
+    torch.testing.assert_close(found, expected)
+    assert "forward" not in vars(model[0])
 
 
 def test_no_rounding_draws_a_token_of_probability_zero():
