@@ -71,8 +71,9 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     rows = load_dataset_rows(args.dataset, args.split)
     check_ground_truths(rows, args.reward)
     warn_of_risks(args.model, args.trust_remote_code)
-    rows, prompts, n_long = tokenised(rows, args)
-    record = {**law_record(args), "n_oracle": args.n_oracle, "seed": args.seed, "dtype": str(dtype).split(".")[-1]}
+    tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
+    rows, prompts, n_long = tokenised(rows, args, tokenizer)
+    record = {**law_record(args, tokenizer), "n_oracle": args.n_oracle, "seed": args.seed, "dtype": str(dtype).split(".")[-1]}
     path = output_folder(args.out_dir) / f"oracle_v_n{args.n_oracle}_{model_label(args.model)}.jsonl"
     held.enter_context(only_writer(path))
     finished = {} if args.overwrite else continue_table(path, record, rows)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from Gradient_evaluation.cli import UserError, integer, number
-from Gradient_evaluation.models import DTYPES, check_prompt_length, load_tokenizer, model_label, model_limits
+from Gradient_evaluation.models import DTYPES, check_prompt_length, model_label, model_limits
 from Gradient_evaluation.run_files import at_row
 from Gradient_evaluation.sampling import SamplingLaw
 from Gradient_evaluation.tables import Row
@@ -51,8 +51,8 @@ def law_of(args: argparse.Namespace) -> SamplingLaw:
     return SamplingLaw(args.temperature, args.top_p, args.top_k, args.max_new_tokens, tuple(args.stop))
 
 
-def law_record(args: argparse.Namespace) -> dict:
-    """What decides a continuation's distribution and reward, as stored with every row and result (reads the tokenizer).
+def law_record(args: argparse.Namespace, tokenizer) -> dict:
+    """What decides a continuation's distribution and reward, as stored with every row and result.
 
     A local model goes by its folder's name, so that a table may move between machines; its weights' fingerprint,
     stored beside, tells two folders of one name apart.
@@ -60,25 +60,23 @@ def law_record(args: argparse.Namespace) -> dict:
     model = model_label(args.model) if Path(args.model).is_dir() else args.model
     return {"model": model, "revision": args.revision, "temperature": args.temperature, "top_p": args.top_p,
             "top_k": args.top_k, "max_new_tokens": args.max_new_tokens, "stop": list(args.stop),
-            "reward": args.reward, "prompt_format": prompt_format(args)}
+            "reward": args.reward, "prompt_format": prompt_format(tokenizer)}
 
 
-def prompt_format(args: argparse.Namespace) -> str:
-    """A short hash of what the model's tokenizer and chat template make of a fixed prompt, as string and as messages."""
-    tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
+def prompt_format(tokenizer) -> str:
+    """A short hash of what the tokenizer and its chat template make of a fixed prompt, as string and as messages."""
     text = "What is 12 + 34? Answer with one integer.\n"
     made = [format_prompt(tokenizer, prompt) for prompt in (text, [{"role": "user", "content": text}])]
     return hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16]
 
 
-def tokenised(rows: Sequence[Row], args: argparse.Namespace) -> tuple[list[Row], list[list[int]], int]:
+def tokenised(rows: Sequence[Row], args: argparse.Namespace, tokenizer) -> tuple[list[Row], list[list[int]], int]:
     """(rows, token ids of their prompts, number left out): before the model is loaded, every prompt is checked.
 
     Raises UserError naming the row of a prompt that the tokenizer refuses, or that does not fit the model's context;
     the latter are left out and counted under --skip_long.
     """
     context, vocabulary = model_limits(args.model, args.revision, args.trust_remote_code)
-    tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
     kept, prompts = [], []
     for row in rows:
         prompt_ids = at_row(row, format_prompt, tokenizer, row.prompt)

@@ -258,7 +258,7 @@ def _more_prompts(law: dict) -> tuple[int | None, str]:
     needed = n * max(half**2 - fixed**2, 0.0) / (taken**2 - fixed**2)
     more = max(1, int(np.ceil(needed)) - n)
     least = "about" if c1 > 0 else "at least"
-    return more, f"{text}; {least} {more} more prompts would do"
+    return more, f"{text}; {least} {more} more prompt{'s' if more > 1 else ''} would do"
 
 
 def _noise_scale(law, c, draws, values, resampled, group_size, bootstrap, reasons) -> dict:

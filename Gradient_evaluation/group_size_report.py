@@ -70,7 +70,8 @@ def _range(law: dict) -> str:
 def _noise_scale(law: dict) -> str:
     if law["gradient_noise_scale"] is None:
         return f"not computed ({law['reasons']['gradient_noise_scale']})"
-    return f"{_number(law, 'gradient_noise_scale', '.3g')} prompts at G = {law['gradient_noise_scale_G']}"
+    return (f"{_number(law, 'gradient_noise_scale', '.3g')} prompts at G = {law['gradient_noise_scale_G']} (a batch of so "
+            "many has a mean gradient as large as its noise)")
 
 
 def _table(law: dict, budget: int) -> list[str]:

@@ -19,7 +19,7 @@ from Gradient_evaluation.block_statistics import (
 from Gradient_evaluation.resampled_groups import GroupMoments, GroupRule, group_moments
 
 RIGHT = 0.5  # a reward above this counts as a right answer
-NO_GREEDY = "not computed: no greedy continuation of the prompt was sampled"
+NO_GREEDY = "no greedy continuation was sampled; measure with --estimators greedy"
 
 
 @dataclass(frozen=True)

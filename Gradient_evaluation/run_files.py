@@ -24,6 +24,10 @@ from Gradient_evaluation.tables import Row, oracle_row
 
 
 IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
+# What of a run's identity is no flag by its own name.
+FROM_FLAGS = {"block_sizes": "--M, --K_list and --block_size", "sketched": "--estimators", "sketched_at": "--K_list",
+              "greedy": "--estimators", "prompt_format": "the tokenizer and chat template of --model",
+              "model_fingerprint": "the weights and config of --model"}
 
 
 def output_folder(path: str | Path) -> Path:
@@ -164,7 +168,8 @@ def refuse_difference(where: str, found: dict, identity: dict) -> None:
     """Raise UserError naming the first entry of the identity in which what was found differs."""
     for name, value in identity.items():
         if found.get(name) != value:
-            raise UserError(f"{where}: made with {name} = {found.get(name)!r}, this run has {value!r}; use the same, "
+            flags = f" (from {FROM_FLAGS[name]})" if name in FROM_FLAGS else ""
+            raise UserError(f"{where}: made with {name} = {found.get(name)!r}, this run has {value!r}{flags}; use the same, "
                             "pass --overwrite to start afresh, or choose another output folder")
 
 

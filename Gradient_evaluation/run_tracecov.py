@@ -62,7 +62,8 @@ def parse_args():
     parser.add_argument("--oracle_table", help="JSONL table of calculate_oracle_v.py")
     parser.add_argument("--T", type=integer(1), default=500, help="prompts, fewer if the table has fewer (%(default)s)")
     parser.add_argument("--M", type=integer(1), default=16, help="repeats at the largest group size (%(default)s)")
-    parser.add_argument("--K_list", nargs="+", default=["4", "8", "16", "32", "64"], metavar="K", help="group sizes")
+    parser.add_argument("--K_list", nargs="+", default=["4", "8", "16", "32", "64"], metavar="K",
+                        help="group sizes (4 8 16 32 64)")
     parser.add_argument("--gen_bs", type=integer(1), default=64, help="continuations sampled at a time (%(default)s)")
     parser.add_argument("--subsample_prompts", action="store_true",
                         help="draw the T prompts at random by --seed instead of taking the first T")
@@ -78,7 +79,7 @@ def parse_args():
     parser.add_argument("--scoring", choices=["exact", "published"], default="exact",
                         help="published: the paper's released log-probs, for comparison (%(default)s)")
     parser.add_argument("--params", metavar="REGEX", help="measure only parameters whose name this finds")
-    parser.add_argument("--by_layer", action="store_true", help="also the traces of every module")
+    parser.add_argument("--by_layer", action="store_true", help="also the traces of every module: by_layer in the results, the largest are printed")
     parser.add_argument("--budget", type=integer(2), metavar="N",
                         help="also the predicted MSE of every G at N = B*G continuations per step")
     parser.add_argument("--sketch_dim", type=integer(0), default=16,
@@ -117,18 +118,16 @@ class Plan(NamedTuple):
     n_long: int  # prompts left out as too long
 
 
-def choose_rows(args) -> tuple[list[tuple[int, Row, list[int]]], int]:
-    """The T prompts of the oracle table, after every check that needs no model, and how many were too long."""
-    rows = load_oracle_table(args.oracle_table)
-    check_ground_truths(rows, args.reward)
-    check_law(rows, law_record(args), args.oracle_table, args.allow_mismatch)
-    warn_of_risks(args.model, args.trust_remote_code)
+def choose_rows(rows: list[Row], args, tokenizer) -> tuple[list[tuple[int, Row, list[int]]], int]:
+    """T rows of the oracle table with their places in it and token ids, and how many rows were too long."""
     place, n_long = {row.prompt_id: i for i, row in enumerate(rows)}, 0
     if args.skip_long:
-        rows, _, n_long = tokenised(rows, args)
-    if args.T < len(rows) and args.subsample_prompts:
-        rows = [rows[i] for i in sorted(np.random.default_rng(args.seed).choice(len(rows), args.T, replace=False))]
-    rows, prompts, _ = tokenised(rows[:args.T], args)
+        rows, prompts, n_long = tokenised(rows, args, tokenizer)
+    picked = np.arange(min(args.T, len(rows)))
+    if args.subsample_prompts and args.T < len(rows):
+        picked = np.sort(np.random.default_rng(args.seed).choice(len(rows), args.T, replace=False))
+    rows = [rows[i] for i in picked]
+    prompts = [prompts[i] for i in picked] if args.skip_long else tokenised(rows, args, tokenizer)[1]
     return [(place[row.prompt_id], row, prompt_ids) for row, prompt_ids in zip(rows, prompts)], n_long
 
 
@@ -136,8 +135,14 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     """Everything that can be checked and done before the model is loaded; ``held`` takes the lock on the output."""
     sketched = sketched_names(args.estimators) if args.sketch_dim else []
     sizes = block_sizes(args.M * args.K_list[-1], planned_block_size(args))
-    chosen, n_long = choose_rows(args)
-    identity = {**law_record(args), "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
+    rows = load_oracle_table(args.oracle_table)
+    check_ground_truths(rows, args.reward)
+    warn_of_risks(args.model, args.trust_remote_code)
+    tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
+    law = law_record(args, tokenizer)
+    check_law(rows, law, args.oracle_table, args.allow_mismatch)
+    chosen, n_long = choose_rows(rows, args, tokenizer)
+    identity = {**law, "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
                 "params": args.params, "by_layer": args.by_layer, "sketch_dim": args.sketch_dim,
                 "greedy": "greedy" in args.estimators, "gram_dtype": args.gram_dtype, "sketched": sketched,
                 "sketched_at": args.K_list[-1] if len(sketched) > 1 else None, "dtype": str(dtype).split(".")[-1]}

@@ -156,13 +156,15 @@ def report(results: dict) -> str:
     lines += [f"note: {name}: {results['reasons'][path]}" for name in titles
               if (path := f"estimators.{name}.mse") in results["reasons"]]
     lines += _other_estimators(results)
+    lines += _largest_modules(results)
     check, norms = results["on_policy_check"], results["score_norm_sq"]
     error = "" if check["standard_error"] is None else f" +- {check['standard_error']:.1e}"
     ratio = "not computed" if check["ratio"] is None else f"{check['ratio']:.1e}{error}"
     lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (within two standard errors of 0 when the scores are those of the "
                  "law that was sampled)")
-    shown = [f"{name} {norms[name]['mean']:.4g}" for name in ("right", "wrong") if norms[name]["mean"] is not None]
-    lines.append(f"E||g||^2 of answers: {', '.join(shown)}; ||theta||^2 = {results['theta_norm_sq']:.4g}; "
+    shown = [f"{name} answers " + ("not computed" if norms[name]["mean"] is None else f"{norms[name]['mean']:.4g}")
+             for name in ("right", "wrong")]
+    lines.append(f"squared score norm E||g||^2: {', '.join(shown)}; squared gradient norm ||theta||^2 = {results['theta_norm_sq']:.4g}; "
                  f"{results['n_prompts']} prompts, {results['n_continuations']} continuations")
     return "\n".join(lines)
 
@@ -178,6 +180,18 @@ def _other_estimators(results: dict) -> list[str]:
             parts = [_cell(found, part, i) for part in ("mse", "signal_to_noise", "effective_group_size")]
             lines.append(f"{K:>6}  " + " | ".join(f"{part:>30}" for part in parts))
     return [*lines, ""]
+
+
+def _largest_modules(results: dict, count: int = 5) -> list[str]:
+    """The modules with the largest share of GRPO's trace at the smallest K, where there are traces by module."""
+    if "by_layer" not in results:
+        return []
+    names, traces = results["by_layer"]["modules"], np.array(results["by_layer"]["trace_cov"]["grpo"][0])
+    lines = [f"share of the modules in GRPO's trace at K = {results['K_list'][0]} (all of them: by_layer in the results)"]
+    for place in np.argsort(-traces)[:count]:
+        share = f"{traces[place] / traces.sum():.1%}" if traces.sum() > 0 else "-"
+        lines.append(f"{share:>8}  {names[place]}")
+    return lines
 
 
 def _cell(found: dict, quantity: str, i: int) -> str:

@@ -56,13 +56,14 @@ def _likeliest(rows, log_total, top_p: float, k: int) -> tuple[torch.Tensor, ...
     """The k likeliest tokens, likeliest first: values, ids and probabilities (n, k); how many of them top_p leaves
     (n, 1); and the rows (n,) in which that is the whole nucleus.
 
-    A token stays while those before it have less than top_p. Ties at the edge are left to the sort.
+    A token stays while those before it have less than top_p. Ties at the edge are left to the sort, and so are rows
+    in which all k stay (the edge is then one of them).
     """
     values, ids = torch.topk(rows, k, dim=-1)
     p = (values - log_total).double().exp()
     count = ((p.cumsum(-1) - p) < top_p).sum(-1, keepdim=True).clamp(min=1)  # nan is below nothing
     edge = values.gather(-1, count.clamp(max=k - 1))
-    return values, ids, p, count, ((count < k) & (edge < values.gather(-1, count - 1))).squeeze(-1)
+    return values, ids, p, count, (edge < values.gather(-1, count - 1)).squeeze(-1)
 
 
 def draw_from_nucleus(logits: torch.Tensor, u: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -76,13 +76,16 @@ done
 
 for ((i = 0; i < ${#todo[@]}; i += 3)); do
   echo "checking G = ${todo[i]}, seed ${todo[i + 1]}" >&2
-  if ((dry_run)); then
+  if ((dry_run && i == 0)); then # the others differ in what follows from G and the seed
     launch "${todo[@]:i:3}" --dry_run || exit $?
   else
     launch "${todo[@]:i:3}" --dry_run >/dev/null || exit $?
   fi
 done
-((dry_run)) && exit 0
+if ((dry_run)); then
+  echo "all $((${#todo[@]} / 3)) runs can start; shown is the first"
+  exit 0
+fi
 
 failed=0 stopped=0 child=
 trap 'stopped=130; kill -TERM "$child" 2>/dev/null || true' INT

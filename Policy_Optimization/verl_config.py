@@ -167,7 +167,8 @@ def check_batches(cfg: Any) -> None:
         raise UserError(f"actor_rollout_ref.rollout.n=1: {cfg.algorithm.adv_estimator} compares at least two")
     prompts, part = cfg.data.train_batch_size, actor.ppo_mini_batch_size
     if prompts % part:
-        raise UserError(f"--mini_batch_size {part} does not divide --train_batch_size {prompts}")
+        raise UserError(f"--mini_batch_size {part} does not divide --train_batch_size {prompts}; unless they are given, they "
+                        "are --update_budget / G and --budget / G")
     ranks = cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes // (actor.get("ulysses_sequence_parallel_size") or 1)
     if not actor.use_dynamic_bsz:
         for name, micro, prompts in (

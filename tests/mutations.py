@@ -27,7 +27,7 @@ class Mutation(NamedTuple):
 
 
 GRAM, SAMPLING, ESTIMATORS = "tests/test_score_gram.py", "tests/test_sampling.py", "tests/test_estimators.py"
-SCRIPTS = "tests/test_scripts.py"
+SCRIPTS, RUNS = "tests/test_scripts.py", "tests/test_runs.py"
 MUTATIONS = [
     Mutation("drop the tied cross terms", "gram_capture.py", "if key in self.heads and uses:", "if False:", GRAM),
     Mutation("leave out the norm layers", "gram_rules.py", "Dense(g.reshape(len(a), -1)) for", "Dense(0 * g.reshape(len(a), -1)) for", GRAM),
@@ -41,13 +41,18 @@ MUTATIONS = [
     Mutation("temperature missing from the gradient", "vocabulary.py", "gradient.unsqueeze(1) / ctx.temperature", "gradient.unsqueeze(1)", SAMPLING),
     Mutation("top_p not renormalised", "vocabulary.py", "return x if removed is None else x.masked_fill(removed[part], -torch.inf)", "return x", SAMPLING),
     Mutation("sampled token not kept in the nucleus", "sampling.py", "~kept.scatter_(-1, chosen.unsqueeze(-1), True)", "~kept", SAMPLING),
-    Mutation("ties at the edge of the nucleus all kept", "vocabulary.py", " & (kept.sum(-1) == count.squeeze(-1))", "", SAMPLING),
-    Mutation("a nucleus larger than what was looked at", "vocabulary.py", "(count.squeeze(-1) < k) &", "", SAMPLING),
+    Mutation("ties and more at the edge of the nucleus", "vocabulary.py", "(edge < values.gather(-1, count - 1)).squeeze(-1)",
+             "(edge <= values.gather(-1, count - 1)).squeeze(-1)", SAMPLING),
+    Mutation("draws by likelihood instead of by id", "vocabulary.py", "masked_fill(torch.arange(k) >= count, logits.shape[1]).sort(dim=-1)",
+             "masked_fill(torch.arange(k) >= count, logits.shape[1]).sort(dim=-1, descending=True)", SAMPLING),
+    Mutation("top_k left out of the draws", "sampling.py", "    if 0 < law.top_k < logits.shape[-1]:\n        logits = logits.masked",
+             "    if False:\n        logits = logits.masked", SAMPLING),
+    Mutation("the bias of a thin product left out", "thin_products.py", "out += layer.bias", "pass", SAMPLING),
     Mutation("a token of probability 0 drawn", "vocabulary.py", "_below(rest, inside[:, -1:])", "rest", SAMPLING),
     Mutation("top_p before top_k", "sampling.py", "        logits = logits.masked_fill(~kept, -torch.inf)\n    if law.top_p",
              "    if law.top_p", SAMPLING),
     Mutation("random numbers by place in the batch", "sampling.py", "np.array([0, index, 0, 0]", "np.array([0, index - first, 0, 0]", SAMPLING),
-    Mutation("shared draws between the scripts", "run_tracecov.py", 'uniforms(args.seed, "tracecov"', 'uniforms(args.seed, "oracle"',
+    Mutation("shared draws between the scripts", "prompt_measurement.py", 'self._sample("tracecov"', 'self._sample("oracle"',
              f"{SCRIPTS}::test_the_two_scripts_never_share_draws"),
     Mutation("the reward reads past a stop string", "sampling.py", "False, text[:min(places)])", "False, text)", SAMPLING),
     Mutation("only one of two end ids", "sampling.py", "ids.update(named if", "ids.update(named[:1] if", SAMPLING),
@@ -62,8 +67,23 @@ MUTATIONS = [
              "self.of_means([np.asarray(numerator) / np.asarray(denominator)], lambda x: x)", ESTIMATORS),
     Mutation("a tied head missing from the sketch", "gradient_sketch.py", "if isinstance(use, Rows):", "if isinstance(use, Outer) and len(self.parameters[key][1]) == 40:\n            return torch.zeros(len(use.a), self.sizes[key], dtype=use.a.dtype)\n        if isinstance(use, Rows):",
              "tests/test_gradient_sketch.py"),
-    Mutation("the sum of blocks instead of their mean", "run_tracecov.py", "sketch=np.mean(sketches, axis=0)", "sketch=np.sum(sketches, axis=0)",
+    Mutation("the sum of blocks instead of their mean", "prompt_measurement.py", '"sketch": np.mean(sketches, axis=0)',
+             '"sketch": np.sum(sketches, axis=0)',
              f"{SCRIPTS}::test_sketches_are_the_true_gradients_and_the_group_size_law_follows_within_error"),
+    Mutation("no lock between two processes", "run_files.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB",
+             f"{RUNS}::test_the_second_of_two_processes_is_refused_and_writes_nothing"),
+    Mutation("rows of other processes are not taken", "run_files.py", "for path in (table, *_parts(table)):\n        found, size",
+             "for path in (table,):\n        found, size",
+             f"{RUNS}::test_two_processes_leave_what_one_leaves"),
+    Mutation("every process measures every prompt", "processes.py", 'self._store.add, "taken", 1', 'self._store.add, f"taken{self.rank}", 1',
+             f"{RUNS}::test_two_processes_leave_what_one_leaves"),
+    Mutation("a batch that does not fit goes to the least size", "memory.py",
+             "self.size = max(self.least, self.size // 2)", "self.size = self.least",
+             f"{RUNS}::test_a_batch_halves_until_it_fits_says_so_and_stays"),
+    Mutation("a halved batch grows again", "memory.py", "        asked = self.size\n",
+             "        asked = self.size = getattr(self, 'first', self.size)\n        self.first = asked\n",
+             f"{RUNS}::test_a_batch_halves_until_it_fits_says_so_and_stays"),
+    Mutation("a torn last row is not cut off", "run_files.py", "        truncate_file(path, size)\n", "", SCRIPTS),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What commands does README.md hold, and would each start? Every word of them, against the parsers and files there are.
+"""What commands do the READMEs hold, and would each start? Every word of them, against the parsers and files there are.
 
     for command in readme_commands(): check(command)        # AssertionError says what is wrong with it
 """
@@ -57,9 +57,14 @@ def commands_in(block: str) -> Iterator[Command]:
             yield Command(" ".join(line.split()), words, variables)
 
 
+def readme_text() -> str:
+    """README.md, and what it leaves to the README of Policy_Optimization."""
+    return "\n".join((ROOT / name).read_text() for name in ("README.md", "Policy_Optimization/README.md"))
+
+
 def readme_commands(text: str | None = None) -> list[Command]:
     """Every command of the bash blocks, and those in running text that begin with a program and have arguments."""
-    text = text if text is not None else (ROOT / "README.md").read_text()
+    text = text if text is not None else readme_text()
     blocks = code_blocks(text, "bash")
     prose = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.MULTILINE | re.DOTALL)
     inline = [words for words in re.findall(r"`([^`]+)`", prose) if re.match(r"[\w./]+ +\S", words)]

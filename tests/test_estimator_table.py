@@ -440,7 +440,7 @@ def test_the_greedy_baseline_needs_its_continuation_and_says_so():
     del records[3].greedy_reward
     results = summarise(records, [4], 20, names=["greedy"])
     assert results["estimators"]["greedy"]["trace_cov"] == [None]
-    assert results["reasons"]["estimators.greedy.trace_cov"].startswith("not computed: no greedy continuation")
+    assert results["reasons"]["estimators.greedy.trace_cov"].startswith("no greedy continuation")
     records[3].greedy_reward = float("inf")
     with pytest.raises(ValueError, match="prompt 3: the greedy reward is not finite"):
         reduce_prompts(records)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from readme_commands import (ROOT, Command, check, code_blocks, commands_in, help_flags, make_lines, readme_commands, torchrun_flags)
+from readme_commands import (ROOT, Command, check, code_blocks, commands_in, help_flags, make_lines, readme_commands,
+                             readme_text, torchrun_flags)
 
 COMMANDS = readme_commands()
 
@@ -204,7 +205,7 @@ def run_it(command: Command, place: Path) -> None:
 
 @pytest.mark.slow
 def test_the_readme_run_from_its_first_command_to_its_last(copy):
-    text = (ROOT / "README.md").read_text()
+    text = readme_text()
     ran = 0
     for command in [command for block in code_blocks(text, "bash") for command in commands_in(block)]:
         base = copy / "outputs" / "base" / "tracecov_Qwen2.5-0.5B.json"
@@ -225,7 +226,7 @@ def test_the_readme_run_from_its_first_command_to_its_last(copy):
 
 
 def test_python_snippets_compile_and_name_files_of_the_demo():
-    snippets = code_blocks((ROOT / "README.md").read_text(), "python")
+    snippets = code_blocks(readme_text(), "python")
     assert snippets
     for snippet in snippets:
         compile(snippet, "README.md", "exec")

@@ -93,7 +93,7 @@ if [[ $1 == -m ]]; then
 fi
 plan="$3"; shift 3
 for ((i = 1; i <= $#; i++)); do
-  [[ ${!i} == --dry_run ]] && { echo "dry $*" >>"$WITNESS"; exit 0; }
+  [[ ${!i} == --dry_run ]] && { echo "dry $*" >>"$WITNESS"; echo "the settings"; exit 0; }
   if [[ ${!i} == --run_dir ]]; then j=$((i + 1)); run="${!j}"; fi
 done
 mkdir -p "$run/logs"
@@ -158,6 +158,7 @@ def test_an_interrupted_sweep_stops_and_goes_on_with_the_same_command(sweep, tmp
 def test_a_dry_run_checks_all_and_writes_nothing(sweep, tmp_path):
     done = sweep("--dry_run")
     assert done.returncode == 0 and len(lines(tmp_path)[0]) == 2 and not lines(tmp_path)[1]
+    assert done.stdout.splitlines() == ["the settings", "all 2 runs can start; shown is the first"]  # once, not for every run
     assert not (tmp_path / "my sweep").exists()
 
 
