@@ -38,7 +38,7 @@ from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, run
 from Gradient_evaluation.durable_files import write_json  # noqa: E402
 from Gradient_evaluation.estimator_table import DEFAULT, ESTIMATORS  # noqa: E402
 from Gradient_evaluation.flags import add_shared_flags, law_of, law_record, tokenised  # noqa: E402
-from Gradient_evaluation.memory import limited_memory  # noqa: E402
+from Gradient_evaluation.memory import keep_freed_memory, limited_memory  # noqa: E402
 from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer, model_label, resolve_dtype,  # noqa: E402
                                         warn_of_risks, weights_digest)
 from Gradient_evaluation.processes import Processes  # noqa: E402
@@ -181,6 +181,7 @@ def begin(plan: Plan, args, fingerprints: list[str]) -> None:
 def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> None:
     """Measure what the plan leaves to do, this process its share of it; every Gram is on disk once it is done."""
     tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
+    keep_freed_memory(processes.device)
     model = load_model(args.model, args.revision, processes.device, dtype, args.trust_remote_code)
     fingerprints = processes.gather(fingerprint(model))
     processes.from_first(begin, plan, args, fingerprints)

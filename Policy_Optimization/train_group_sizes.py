@@ -21,11 +21,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
+
+if __name__ == "__main__":
+    one_line_while_importing()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
 from data.make_arithmetic import MAX_PROBLEMS, make_problems  # noqa: E402
 from Gradient_evaluation.advantages import group_advantages  # noqa: E402
 from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, number, run  # noqa: E402

@@ -29,9 +29,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tqdm import tqdm
-
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
+
+if __name__ == "__main__":
+    one_line_while_importing()
+
+from tqdm import tqdm  # noqa: E402
+
 from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
 from Gradient_evaluation.durable_files import one_line_errors, write_bytes_atomic  # noqa: E402
 from Gradient_evaluation.records import Record, read_records  # noqa: E402

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import platform
 import pty
 import re
 import shutil
@@ -387,6 +388,27 @@ def test_max_memory_makes_the_real_allocator_refuse_and_the_run_go_on(tmp_path):
     assert ended(start([*flags[:-2], "--top_p", 1.0, "--batch_size", 128, "--out_dir", tmp_path / "b"]))[0] == 0
     capped, free = (rows_of(tmp_path / out / "oracle_v_n4096_wide.jsonl") for out in "ab")
     assert capped == free
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc", reason="glibc's settings")
+def test_memory_that_was_freed_is_kept_for_the_next_tensor():
+    code = f"""if True:
+        import resource, sys, torch
+        sys.path.insert(0, {str(ROOT)!r})
+        from Gradient_evaluation.memory import keep_freed_memory
+        def faults():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            for _ in range(10):
+                torch.ones(2**24)
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        print(faults())
+        keep_freed_memory(torch.device("cpu"))
+        faults()  # the heap grows to what is needed
+        print(faults())"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "0"})
+    before, after = map(int, done.stdout.split())
+    assert after < 1000 < 10_000 < before
 
 
 def test_a_memory_limit_ends_with_the_measuring(policy, table, tmp_path):  # noqa: F811

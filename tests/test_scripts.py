@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -319,11 +320,30 @@ def test_the_scripts_run_from_any_folder_and_end_errors_without_a_traceback(tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_layers_add_up_to_the_whole_and_params_measures_the_layers_it_finds(policy, table, tmp_path):
+@pytest.mark.parametrize("script", ["Gradient_evaluation/calculate_oracle_v.py", "Gradient_evaluation/run_tracecov.py",
+                                    "data/prepare_parquet.py", "Policy_Optimization/train_group_sizes.py"])
+def test_a_python_without_the_packages_is_one_line(script):
+    bare = subprocess.run([sys.executable, "-S", ROOT / script], capture_output=True, text=True)  # no site-packages
+    assert bare.returncode == 2 and bare.stdout == ""
+    assert re.fullmatch(r"error: \S+ has no package \w+; activate the environment .*\n", bare.stderr), bare.stderr
+
+
+def test_a_module_of_ours_that_is_missing_keeps_its_traceback():
+    code = ("import sys; sys.path.insert(0, '.')\nfrom Gradient_evaluation.cli import one_line_while_importing\n"
+            "one_line_while_importing()\nimport Gradient_evaluation.no_such_module")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def test_layers_add_up_to_the_whole_and_params_measures_the_layers_it_finds(policy, table, tmp_path, capsys):
     flags = ("--K_list", 4, 6, "--M", 2)
     assert tracecov(policy, table, tmp_path / "all", *flags, "--by_layer")[0] == 0
+    printed = re.findall(r"^ +(-?[\d.]+)%  (\S+)$", capsys.readouterr().out, re.MULTILINE)
     whole = read(tmp_path / "all" / "tracecov_four tokens.json")
     layers = whole["by_layer"]
+    shares = dict(zip(layers["modules"], np.array(layers["trace_cov"]["grpo"][0]) / whole["conditional_on_x"]["grpo"][0]))
+    assert [name for _, name in printed] == sorted(shares, key=shares.get, reverse=True)[:5]
+    assert all(float(share) == pytest.approx(100 * shares[name], abs=0.051) for share, name in printed)
     assert len(layers["modules"]) == len(set(layers["modules"])) > 5
     for name, values in whole["conditional_on_x"].items():
         np.testing.assert_allclose(np.sum(layers["trace_cov"][name], axis=1), values, rtol=1e-9)
