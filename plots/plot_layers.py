@@ -69,8 +69,8 @@ def traces_by_place(results: dict, group_size: int) -> tuple[list[Place], dict[s
         raise UserError("the results hold no traces by module; measure again with --by_layer, into another --save_json "
                         "folder")  # fmt: skip
     if group_size not in sizes:
-        raise UserError(f"the traces by module are of K = {', '.join(map(str, sizes))}, not of {group_size}; choose one "
-                        "of these")  # fmt: skip
+        raise UserError(f"the traces by module are of K = {', '.join(map(str, sizes))}, not of {group_size}; "
+                        "choose one of these")  # fmt: skip
     try:
         values = {name: np.array(found["trace_cov"][name][sizes.index(group_size)], float) for name in PUBLISHED}
         if any(each.shape != (len(found["modules"]),) for each in values.values()):

@@ -111,7 +111,7 @@ def plot_tracecov(results: dict, ax=None, label: str | None = None, log_y: bool 
 
 
 def why_missing(curve: str, reason: str | None = None) -> str:
-    """What is said of a curve that was not computed: ``"floor b*(x) not computed: raise --M or lower --block_size"``."""
+    """What is said of a missing curve: ``"floor b*(x) not computed: raise --M or lower --block_size"``."""
     why = FLOOR_NEEDS if curve == FLOOR else reason
     return f"{name_of(curve)} not computed" + (f": {why}" if why else "")
 

@@ -97,7 +97,7 @@ def note(ax, text: str) -> None:
 def short_lines(text: str, width: int = 46) -> str:
     """The text with its lines broken to ``width`` letters, behind a colon first.
 
-    >>> short_lines("floor: raise --M or lower --block_size", 30)
+    >>> short_lines("floor: raise --M or lower --block_size", 36)
     'floor:\\nraise --M or lower --block_size'
     """
     whole = [line if len(line) <= width else line.replace(": ", ":\n", 1) for line in text.split("\n")]

@@ -16,8 +16,8 @@ from plots.style import CURVES, new_figure
 from test_plot_tracecov import results
 
 MODEL = Path(__file__).resolve().parents[1] / "data" / "tiny_model"
-KINDS = ("input_layernorm", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "post_attention_layernorm", "self_attn.k_proj",
-         "self_attn.o_proj", "self_attn.q_norm", "self_attn.q_proj", "self_attn.v_proj")  # fmt: skip
+KINDS = ("input_layernorm", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "post_attention_layernorm",
+         "self_attn.k_proj", "self_attn.o_proj", "self_attn.q_norm", "self_attn.q_proj", "self_attn.v_proj")  # fmt: skip
 
 
 def deep(n_layers: int = 24) -> dict:
@@ -35,8 +35,8 @@ def by_layer(small_run, tmp_path_factory):
     """The results of a run with --by_layer on the shipped tiny model: six prompts, K = 4 and 8."""
     folder = tmp_path_factory.mktemp("layers")
     flags = ["--model", MODEL, "--max_new_tokens", 8, "--device", "cpu", "--dtype", "float32", "--oracle_table",
-             small_run / "oracle_v_n50_tiny_model.jsonl", "--T", 6, "--M", 1, "--K_list", 4, 8, "--by_layer", "--sketch_dim", 0,
-             "--save_json", folder, "--skip_plot", "--quiet"]  # fmt: skip
+             small_run / "oracle_v_n50_tiny_model.jsonl", "--T", 6, "--M", 1, "--K_list", 4, 8, "--by_layer",
+             "--sketch_dim", 0, "--save_json", folder, "--skip_plot", "--quiet"]  # fmt: skip
     argv, sys.argv = sys.argv, [run_tracecov.__file__, *map(str, flags)]
     try:
         cli.run(run_tracecov.main)
@@ -105,8 +105,8 @@ def test_any_number_of_layers_is_legible(draw, n_layers):
 
 
 def test_places_are_read_from_the_names_of_any_kind_of_model():
-    names = ["transformer.wte", "transformer.h.0.attn.c_proj", "transformer.h.11.mlp.c_proj", "transformer.h.11.mlp.experts.3.w1",
-             "transformer.h.11", "visual.blocks.4.norm", "lm_head"]  # fmt: skip
+    names = ["transformer.wte", "transformer.h.0.attn.c_proj", "transformer.h.11.mlp.c_proj",
+             "transformer.h.11.mlp.experts.3.w1", "transformer.h.11", "visual.blocks.4.norm", "lm_head"]  # fmt: skip
     assert places_of(names) == [
         Place(None, "transformer.wte"), Place(0, "attn.c_proj"), Place(11, "mlp.c_proj"), Place(11, "mlp.experts.w1"),
         Place(11, "layer"), Place(None, "visual.blocks"), Place(None, "lm_head")]  # fmt: skip

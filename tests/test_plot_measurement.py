@@ -113,7 +113,8 @@ def test_the_means_of_the_score_norms_are_those_of_the_results(measured):
 
 
 def test_scores_of_zero_are_counted_in_n_and_mean_and_the_tick_says_that_they_are_not_drawn(measured):
-    scores = [Scores(np.array([0.0, 0.0, 1.0]), np.array([0.0, 6.0, 5.0])), Scores(np.array([0.0, 1.0]), np.array([0.0, 7.0]))]
+    scores = [Scores(np.array([0.0, 0.0, 1.0]), np.array([0.0, 6.0, 5.0])),
+              Scores(np.array([0.0, 1.0]), np.array([0.0, 7.0]))]  # fmt: skip
     figure, ax = plot_score_norms(replace(measured, scores=scores))
     texts = [text.get_text() for text in ax.get_xticklabels()]
     assert texts == ["0\nn = 3\nmean 2\n(2 at 0 not drawn)", "1\nn = 2\nmean 6"]
@@ -144,7 +145,8 @@ def test_prompts_are_marked_by_whether_grpo_is_noisier_than_vanilla_and_ties_are
 
 
 def test_without_ties_the_legend_has_no_line_for_them(measured, small_run):
-    records = [replace(record, rewards=np.arange(len(record.rewards)) % 2.0) for record in gram_store.load_all(small_run / "grams")]
+    records = [replace(record, rewards=np.arange(len(record.rewards)) % 2.0)
+               for record in gram_store.load_all(small_run / "grams")]  # fmt: skip
     made = replace(measured, grams=estimators.reduce_prompts(records, [4], []))
     labels = list(lines(plot_best_baselines(made, 4)[1]))
     assert sum(label.startswith("GRPO ") for label in labels) == 2 and not any("as noisy" in label for label in labels)
@@ -181,7 +183,7 @@ def test_all_estimators_are_compared_although_the_results_have_the_default_ones(
     prompts = estimators.reduce_prompts(gram_store.load_all(small_run / "grams"), [4], names)
     expected = estimators.summarise(prompts, [4], names=names)["estimators"]
     _, ax = plot_estimators(measured)
-    known = {name_of(name): found for name, found in expected.items() if found["effective_group_size"][0] is not None}
+    known = {name_of(name): each for name, each in expected.items() if each["effective_group_size"][0] is not None}
     assert {text.get_text() for text in ax.get_yticklabels()} == set(known)
     places = {c.lines[0].get_ydata()[0]: c.lines[0].get_xdata()[0] for c in ax.containers}
     for place, text in enumerate(ax.get_yticklabels()):
@@ -193,9 +195,9 @@ def test_all_estimators_are_compared_although_the_results_have_the_default_ones(
 
 def test_estimators_that_are_missing_for_one_reason_are_one_line_without_doubled_words(measured):
     none = {"effective_group_size": [None]}
-    made = replace(measured, compared={name: none for name in ("greedy", "best_baseline", "opo", "dapo", "std_verl")}, reasons={
-        "estimators.greedy.effective_group_size": "not computed: nothing greedy",
-        **{f"estimators.{name}.effective_group_size": "a larger block" for name in ("opo", "best_baseline", "dapo")}})  # fmt: skip
+    reasons = {"greedy": "not computed: nothing greedy", **dict.fromkeys(("opo", "best_baseline", "dapo"), "a larger block")}
+    made = replace(measured, compared=dict.fromkeys(("greedy", "best_baseline", "opo", "dapo", "std_verl"), none),
+                   reasons={f"estimators.{name}.effective_group_size": reason for name, reason in reasons.items()})
     assert missing(made) == ["greedy: nothing greedy", "floor b*(x), opo, dapo: a larger block",
                              "std_verl: no reason is given"]  # fmt: skip
 
