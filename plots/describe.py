@@ -30,6 +30,12 @@ def describe(results: dict) -> str:
     return describe_each([results])[0]
 
 
+def in_one_line(results: dict, otherwise: str) -> str:
+    """``describe`` for a heading, nothing escaped: ``"tiny_model (temperature 1, top_p 0.95)"``; else ``otherwise``."""
+    model, _, law = describe(results).replace(r"\$", "$").partition("\n")
+    return f"{model} ({law})" if law else model or otherwise
+
+
 def describe_each(several: Sequence[dict]) -> list[str]:
     """``describe`` of results files that are compared: what they differ in beside the usual is named too.
 

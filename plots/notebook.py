@@ -20,6 +20,7 @@ from plots.describe import describe
 from plots.measurement import Measurement
 from plots.plot_training import plot_training
 from plots.style import new_figure
+from plots.summary import group_size_in_words
 from plots.training_logs import load_runs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,17 +55,20 @@ def plot_training_beside(results: Path):
 def picture(draws: Callable | Sequence[Callable], *arguments, **keywords):
     """Call one plot function, or several on panels of one figure, with the same arguments → an IPython image.
 
-    A panel that cannot be drawn (a UserError) is left out, and its reason is printed; None where none is left.
+    A panel that cannot be drawn (a UserError) is left out, and its reason is printed, once; None where none is left.
     """
-    draws, usable, figure = [draws] if callable(draws) else draws, [], None
+    draws, usable, figure, heights, reasons = [draws] if callable(draws) else draws, [], None, [], {}
     for draw in draws:
         try:
             figure = draw(*arguments, **keywords)[0]
             usable.append(draw)
+            heights.append(figure.get_size_inches()[1])
         except UserError as error:
-            print(f"not shown: {error}")
+            reasons[f"not shown: {error}"] = None
+    if reasons:
+        print("\n".join(reasons))
     if len(usable) > 1:
-        figure, axes = new_figure(len(usable), height=3.6)
+        figure, axes = new_figure(len(usable), height=max(heights))
         for draw, ax in zip(usable, axes):
             draw(*arguments, **keywords, ax=ax)
     return as_image(figure, " ".join(_about(draw) for draw in usable)) if usable else None
@@ -86,11 +90,12 @@ def _about(draw: Callable) -> str:
 
 
 def print_summary(measured: Measurement) -> None:
-    """Model, law and sizes in a few lines, and what of them is missing."""
+    """Model, law, sizes and the best group size in a few lines, and what of them is missing."""
     results = measured.results
-    print(describe(results) or measured.label)
+    print(describe(results).replace(r"\$", "$") or measured.label)
     print(", ".join(f"{results[f'n_{what}']:,} {what}" for what in ("prompts", "continuations") if results.get(f"n_{what}"))
           or "the number of prompts is not in the results")  # fmt: skip
+    print(group_size_in_words(results.get("group_size_law")))
     if isinstance(measured.grams, str):
         print(f"note: {measured.grams}")
     elif results.get("n_prompts") not in (None, len(measured.grams)):

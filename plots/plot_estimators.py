@@ -13,8 +13,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from Gradient_evaluation.cli import UserError
 from plots.measurement import Measurement
-from plots.plot_tracecov import FLOOR, PUBLISHED, curve_of, sample_sizes
-from plots.style import COLOURS, CURVES, finish, group_size_axis, new_ax
+from plots.plot_tracecov import FLOOR, PUBLISHED, curve_of, sample_sizes, why_missing
+from plots.style import COLOURS, CURVES, finish, group_size_axis, name_of, new_ax, note
 
 QUANTITIES = {
     "effective_group_size": "effective group size: the K at which\nplain GRPO has this signal-to-noise ratio",
@@ -67,7 +67,7 @@ def plot_ratio(measured: Measurement, ax=None):
     ax.axhline(1, color="black", linewidth=0.8)
     group_size_axis(ax, measured.results["K_list"])
     ax.set_xlabel("group size K" + sample_sizes(measured.results))
-    ax.set_ylabel("MSE of GRPO / MSE of oracle")
+    ax.set_ylabel(f"MSE of {name_of('grpo')} / MSE of {name_of('oracleV')}")
     finish(ax)
     return ax.get_figure(), ax
 
@@ -75,7 +75,8 @@ def plot_ratio(measured: Measurement, ax=None):
 def plot_any_group_size(measured: Measurement, ax=None, sizes: Sequence[int] | None = None):
     """The MSE at every K (2 to four times the largest measured), from the saved Grams; both axes logarithmic.
 
-    Markers: the group sizes of the results. GRPO's curve is exact at every K from one block of continuations.
+    Markers: the group sizes of the results. GRPO's curve is exact at every K from one block of continuations. A curve
+    that cannot be computed is named below the axis.
     """
     ax, measured_at = new_ax(ax, height=3.1), measured.results["K_list"]
     if sizes is None:
@@ -86,8 +87,7 @@ def plot_any_group_size(measured: Measurement, ax=None, sizes: Sequence[int] | N
         try:
             estimates = [bootstrap.mean(measured.at(name, size).trace) for size in sizes]
         except UserError as error:
-            reasons.append(str(error))
-            ax.plot([], [], color=look.colour, linestyle=look.line, label=f"{look.label} (not computed)")
+            reasons.append(why_missing(name, str(error).removeprefix(f"{name}: ")))
             continue
         values = np.array([each.value for each in estimates])
         ax.plot(sizes, np.where(values > 0, values, np.nan), color=look.colour, linestyle=look.line, label=look.label)
@@ -102,14 +102,19 @@ def plot_any_group_size(measured: Measurement, ax=None, sizes: Sequence[int] | N
     group_size_axis(ax, [2**power for power in range(1, 31) if min(sizes) <= 2**power <= max(sizes)])
     ax.set_xlabel(f"group size K\n(n = {len(measured.moments):,} prompts)")
     ax.set_ylabel("MSE (squared gradient units)")
+    note(ax, "\n".join(reasons))
     finish(ax, loc="lower left")
     return ax.get_figure(), ax
 
 
 def missing(measured: Measurement, quantity: str = "effective_group_size") -> list[str]:
-    """One line for each estimator without this quantity: its name and the reason."""
-    return [f"{name}: {measured.reasons.get(f'estimators.{name}.{quantity}', 'no reason is given')}"
-            for name, found in measured.compared.items() if found[quantity][0] is None]  # fmt: skip
+    """One line for each reason why estimators lack this quantity: ``"opo, dapo: K=4 needs a block of ..."``."""
+    by_reason: dict[str, list[str]] = {}
+    for name, found in measured.compared.items():
+        if found[quantity][0] is None:
+            reason = measured.reasons.get(f"estimators.{name}.{quantity}", "no reason is given")
+            by_reason.setdefault(reason.removeprefix("not computed: "), []).append(name_of(name))
+    return [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
 
 
 def plot_estimators(measured: Measurement, ax=None, quantity: str = "effective_group_size"):
@@ -133,7 +138,7 @@ def plot_estimators(measured: Measurement, ax=None, quantity: str = "effective_g
         ax.axvline(known["grpo"][quantity][0], color=CURVES["grpo"].colour, linestyle="--", linewidth=1)
     for text, filling in (("estimates the gradient", "black"), ("a rescaled gradient", "white")):
         ax.plot([], [], linestyle="", marker="o", color="black", markerfacecolor=filling, label=text)
-    ax.set_yticks(range(len(names)), names)
+    ax.set_yticks(range(len(names)), map(name_of, names))
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     ax.xaxis.set_minor_locator(NullLocator())

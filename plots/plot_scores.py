@@ -8,6 +8,7 @@ gradient units.
 from __future__ import annotations
 
 import numpy as np
+from matplotlib.ticker import MaxNLocator
 
 from Gradient_evaluation.cli import UserError
 from plots.measurement import Measurement
@@ -28,27 +29,34 @@ def reward_classes(rewards: np.ndarray) -> list[tuple[str, np.ndarray]]:
 
 
 def plot_score_norms(measured: Measurement, ax=None):
-    """||g||^2 of single continuations by reward: medians, quartiles, 5 to 95% whiskers, and means (diamonds)."""
+    """||g||^2 of single continuations by reward: medians, quartiles, 5 to 95% whiskers, and means (diamonds).
+
+    A score that is exactly 0, of a continuation the model cannot help but give, has no place on the logarithmic axis:
+    it counts in n and in the mean, not in the box, and the tick says how many there are.
+    """
     measured.moments
     ax = new_ax(ax)
     rewards = np.concatenate([each.rewards for each in measured.scores])
     norm_sq = np.concatenate([each.norm_sq for each in measured.scores])
-    classes = [(name, norm_sq[members & (norm_sq > 0)]) for name, members in reward_classes(rewards)]
-    classes = [(name, values) for name, values in classes if len(values)]
-    if not classes:
+    if not (norm_sq > 0).any():
         raise UserError("every score is 0: there are no norms to draw")
-    ax.boxplot(
-        [values for _, values in classes], whis=(5, 95), showfliers=False, showmeans=True, widths=0.5,
-        medianprops={"color": "black"}, meanprops={"marker": "D", "markerfacecolor": COLOURS[0], "markersize": 6,
-                                                   "markeredgecolor": "black"},
-    )  # fmt: skip
+    classes = [(name, norm_sq[members]) for name, members in reward_classes(rewards)]
+    places, means = range(1, len(classes) + 1), np.array([values.mean() for _, values in classes])
+    ax.boxplot([values[values > 0] for _, values in classes], positions=places, whis=(5, 95), showfliers=False,
+               widths=0.5, medianprops={"color": "black"})  # fmt: skip
+    ax.plot(places, np.where(means > 0, means, np.nan), linestyle="", marker="D", markersize=6, color=COLOURS[0],
+            markeredgecolor="black", zorder=4)  # fmt: skip
     ax.set_yscale("log")
-    names = [f"{name}\nn = {len(values):,}\nmean {values.mean():.4g}" for name, values in classes]
-    ax.set_xticks(range(1, len(classes) + 1), names)
+    ax.set_xticks(places, [_of_class(*each) for each in classes])
     ax.set_xlabel("reward of the continuation")
     ax.set_ylabel("squared score norm\n(box: quartiles, diamond: mean)")
     finish(ax)
     return ax.get_figure(), ax
+
+
+def _of_class(name: str, values: np.ndarray) -> str:
+    zeros = int((values == 0).sum())
+    return f"{name}\nn = {len(values):,}\nmean {values.mean():.4g}" + (f"\n({zeros:,} at 0 not drawn)" if zeros else "")
 
 
 def best_baseline(scores) -> float:
@@ -60,18 +68,23 @@ def best_baseline(scores) -> float:
 def plot_best_baselines(measured: Measurement, group_size: int, ax=None):
     """The best prompt-only baseline b* of each prompt against V(x), marked by whether GRPO is noisier than vanilla.
 
+    As noisy: both traces are the same, as where every reward is 0 and both estimates are.
     On the diagonal ||g||^2 is uncorrelated with the reward (the paper's Assumption 2). A constant baseline b has the
     variance A - 2 b N + b^2 D with b* = N/D, so below b* = V/2 the baseline V(x) is worse than none.
     """
     ax, values = new_ax(ax, height=3.7), measured.oracle_values
     best = np.array([best_baseline(each) for each in measured.scores])
-    noisier = measured.at("grpo", group_size).trace > measured.at("naive", group_size).trace
+    grpo, vanilla = (measured.at(name, group_size).trace for name in ("grpo", "naive"))
+    equal = np.isclose(grpo, vanilla, rtol=1e-9, atol=0)
+    kinds = ((~equal & (grpo > vanilla), "s", CURVES["naive"].colour, "noisier than"),
+             (~equal & (grpo < vanilla), "o", CURVES["grpo"].colour, "less noisy than"),
+             (equal, "x", "black", "as noisy as"))  # fmt: skip
     ax.fill_between([0, 1], [0, 0.5], color="#999999", alpha=0.25, linewidth=0, label="V(x) worse than no baseline")
     ax.plot([0, 1], [0, 1], color="black", linewidth=1, label="Assumption 2 holds: b* = V(x)")
-    for chosen, name, marker, text in ((noisier, "naive", "s", "noisier"), (~noisier, "grpo", "o", "less noisy")):
-        ax.plot(values[chosen], best[chosen], linestyle="", marker=marker, color=CURVES[name].colour, markersize=4.5,
-                markerfacecolor=CURVES[name].colour if text == "noisier" else "none",
-                label=f"GRPO {text} than vanilla ({chosen.sum()} of {len(values)})")  # fmt: skip
+    for chosen, marker, colour, text in kinds if equal.any() else kinds[:2]:
+        ax.plot(values[chosen], best[chosen], linestyle="", marker=marker, color=colour, markersize=4.5,
+                markerfacecolor="none" if marker == "o" else colour,
+                label=f"GRPO {text} vanilla ({chosen.sum()} of {len(values)})")  # fmt: skip
     ax.set_xlabel(f"V(x): probability of a right answer\n(n = {len(values):,} prompts, K = {group_size})")
     ax.set_ylabel("best baseline b*(x)")
     finish(ax, loc="lower center", bbox_to_anchor=(0.4, 1.0))
@@ -96,6 +109,7 @@ def plot_on_policy_check(measured: Measurement, ax=None):
     text = f"mean {ratio:.2g}" + ("" if error is None else f" ± {1.96 * error:.2g} (95%)")
     ax.axhline(ratio, color=COLOURS[1], linestyle="--", linewidth=1.5, label=text)
     ax.axhline(0, color="black", linewidth=0.8)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.set_xlabel(f"prompts in order of their estimate\n(n = {len(values):,} prompts)")
     ax.set_ylabel("share of the score's mean\n||E g||² / E||g||²")
     finish(ax)

@@ -5,8 +5,9 @@
     python plots/plot_tracecov.py base.json instruct.json --by_estimator --out figure.pdf
 
 Each results file (written by Gradient_evaluation/run_tracecov.py) is one panel, its legend headed by model and law;
-with --by_estimator each estimator is one panel, and each file a curve named by model and law. Bars are 95% intervals
-over prompts. For unbiased estimators the MSE is trace(Cov), in squared gradient units. Runs in seconds.
+with --by_estimator each estimator is one panel, and each file a curve named by model and law in one legend. Bars are
+95% intervals over prompts; a curve that was not computed is named below its panel. For unbiased estimators the MSE is
+trace(Cov), in squared gradient units. Runs in seconds.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from Gradient_evaluation.cli import Parser, UserError, run  # noqa: E402
 from plots.describe import describe, describe_each  # noqa: E402
-from plots.style import (CURVES, Curve, finish, group_size_axis, new_ax, new_figure, numbered,  # noqa: E402
-                         save_figure)
+from plots.style import (CURVES, Curve, finish, group_size_axis, name_of, new_ax, new_figure, note,  # noqa: E402
+                         numbered, save_figure, short_lines)
 
 PUBLISHED = ("naive", "grpo", "oracleV")
 FLOOR = "best_baseline"
+FLOOR_NEEDS = "raise --M or lower --block_size"  # two blocks of continuations for each prompt
 
 
 def load_results(path: str | Path) -> dict:
@@ -87,20 +89,31 @@ def plot_tracecov(results: dict, ax=None, label: str | None = None, log_y: bool 
     """Draw one results dictionary and return (figure, ax); ``ax`` is made without pyplot if it is None.
 
     Group size on x in log2; MSE on y, linear or with ``log_y`` logarithmic (values not above 0 are then left
-    out). A curve that was not computed is named as such in the legend. Raises UserError like ``load_results``.
+    out). A curve that was not computed is named below the axis. Raises UserError like ``load_results``.
     """
     check_results(results, label or "results")
     ax = new_ax(ax, height=3.1)
-    sizes = results["K_list"]
+    sizes, absent = results["K_list"], []
     for position, curve in enumerate((*PUBLISHED, FLOOR)):
         # a small shift keeps the error bars of the curves apart
         places = [size * 2 ** (0.03 * (position - 1.5)) for size in sizes]
-        _draw(ax, places, CURVES[curve], *curve_of(results, curve), log_y)
+        if not _draw(ax, places, CURVES[curve], *curve_of(results, curve), log_y):
+            absent.append(why_missing(curve, (results.get("reasons") or {}).get(f"estimators.{curve}.trace_cov")))
     _finish(ax, sizes, log_y)
     ax.set_xlabel("group size K" + sample_sizes(results))
     ax.set_ylabel("MSE (squared gradient units)")
-    finish(ax, label, title=describe(results), title_fontsize="small", alignment="left")
+    note(ax, "\n".join(absent))
+    heading = describe(results).split("\n")
+    if heading[0] == label:  # the title says it
+        del heading[0]
+    finish(ax, label, title="\n".join(heading), title_fontsize="small", alignment="left")
     return ax.get_figure(), ax
+
+
+def why_missing(curve: str, reason: str | None = None) -> str:
+    """What is said of a missing curve: ``"floor b*(x) not computed: raise --M or lower --block_size"``."""
+    why = FLOOR_NEEDS if curve == FLOOR else reason
+    return f"{name_of(curve)} not computed" + (f": {why}" if why else "")
 
 
 def _finish(ax, sizes: Sequence[int], log_y: bool) -> None:
@@ -113,16 +126,19 @@ def _finish(ax, sizes: Sequence[int], log_y: bool) -> None:
             ax.set_ylim(bottom=0)
 
 
-def _draw(ax, places: list[float], look: Curve, values: list, intervals: list, log_y: bool) -> None:
+def _draw(ax, places: list[float], look: Curve, values: list, intervals: list, log_y: bool) -> bool:
+    """Draw one curve with its bars → whether it has any value; one without is not drawn."""
+    if all(value is None for value in values):
+        return False
     shown = [v if v is not None and (v > 0 or not log_y) else math.nan for v in values]
-    missing = all(value is None for value in values)
     # A percentile interval of few prompts can leave out the mean itself; a bar cannot point inwards.
     bars = [[0.0 if i is None else max(0.0, sign * (i[end] - v)) for v, i in zip(shown, intervals)]
             for end, sign in ((0, -1), (1, 1))]  # fmt: skip
     ax.errorbar(
         places, shown, yerr=bars, capsize=3, color=look.colour, marker=look.marker, linestyle=look.line,
-        markersize=5, linewidth=1.5, elinewidth=1, label=look.label + (" (not computed)" if missing else ""),
+        markersize=5, linewidth=1.5, elinewidth=1, label=look.label,
     )  # fmt: skip
+    return True
 
 
 def sample_sizes(results: dict) -> str:
@@ -144,34 +160,51 @@ def plot_side_by_side(results: Sequence[dict], labels: Sequence[str], log_y: boo
 def plot_compared(results: Sequence[dict], curve: str, ax=None, labels: Sequence[str] | None = None):
     """One estimator (a key of CURVES) in several results, a curve each, MSE logarithmic; returns (figure, ax).
 
-    The legend names model and law of each, behind its label where ``labels`` are given.
+    The legend names model and law of each, behind its label where ``labels`` are given. Below the axis stands how many
+    files lack this estimator.
     """
-    if not results or (labels is not None and len(labels) != len(results)):
-        raise UserError(f"--label: give one label for each results file ({len(results)} files, "
-                        f"{len(labels or [])} labels)")  # fmt: skip
-    ax, texts = new_ax(ax, height=4.0), describe_each(results)
-    names = [": ".join(filter(None, parts)) for parts in zip(labels or [""] * len(results), texts)]
-    for number, (each, name) in enumerate(zip(results, names)):
-        check_results(each, name.split("\n")[0] or "results")
-        name = name + sample_sizes(each) or f"file {number + 1}"
-        _draw(ax, each["K_list"], numbered(number, name), *curve_of(each, curve), log_y=True)
+    ax, absent = new_ax(ax, height=4.0), 0
+    for number, (each, name) in enumerate(zip(results, _names(results, labels))):
+        check_results(each, name.split("\n")[0])
+        absent += not _draw(ax, each["K_list"], numbered(number, name), *curve_of(each, curve), log_y=True)
     _finish(ax, sorted({size for each in results for size in each["K_list"]}), log_y=True)
     ax.set_xlabel("group size K")
     ax.set_ylabel("MSE (squared gradient units)")
-    finish(ax, CURVES[curve].label, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    if absent:
+        note(ax, f"not computed in {absent} of {len(results)} files" + f": {FLOOR_NEEDS}" * (curve == FLOOR))
+    finish(ax, name_of(curve), loc="upper center", bbox_to_anchor=(0.5, -0.35 if absent else -0.2))
     return ax.get_figure(), ax
 
 
+def _names(results: Sequence[dict], labels: Sequence[str] | None) -> list[str]:
+    """The name of each file's curves: label, model and law, sizes."""
+    if not results or (labels is not None and len(labels) != len(results)):
+        raise UserError(f"--label: give one label for each results file ({len(results)} files, "
+                        f"{len(labels or [])} labels)")  # fmt: skip
+    texts = [": ".join(filter(None, parts)) for parts in zip(labels or [""] * len(results), describe_each(results))]
+    return [text + sample_sizes(each) or f"file {number}" for number, (text, each) in enumerate(zip(texts, results), 1)]
+
+
 def plot_by_estimator(results: Sequence[dict], labels: Sequence[str] | None = None):
-    """A panel for each of the published estimators with every results file in it: (figure, (3,) array of axes)."""
-    figure, axes = new_figure(len(PUBLISHED), height=3.1 + 0.5 * len(results))
-    for ax, curve in zip(axes, PUBLISHED):
+    """A panel for each estimator with every results file in it, and one legend: (figure, (3,) or (4,) array of axes).
+
+    Two panels in a row. Where no file has a floor, its place holds a line that says so.
+    """
+    has_floor = any(value is not None for each in results for value in curve_of(each, FLOOR)[0])
+    figure, cells = new_figure(4, height=2.7 + 0.25 * -(-len(results) // 2), in_a_row=2)
+    axes = cells if has_floor else cells[:3]
+    for ax, curve in zip(axes, (*PUBLISHED, FLOOR)):
         plot_compared(results, curve, ax, labels)
-    low, high = zip(*(ax.get_ylim() for ax in axes))
+        if ax.get_legend():
+            ax.get_legend().remove()
+    if not has_floor:
+        cells[3].set_axis_off()
+        cells[3].text(0.5, 0.5, short_lines(why_missing(FLOOR)), ha="center", va="center", fontsize="small")
+    low, high = zip(*(ax.get_ylim() for ax in axes if ax.containers))
     for ax in axes:
         ax.set_ylim(min(low), max(high))
-    for ax in (axes[0], axes[-1]):  # the same for all three
-        ax.get_legend().remove()
+    entries = max(axes, key=lambda ax: len(ax.containers)).get_legend_handles_labels()
+    figure.legend(*entries, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
     return figure, axes
 
 

@@ -7,6 +7,7 @@ Nothing here touches matplotlib's global settings.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +31,7 @@ CURVES = {
     "naive": Curve("vanilla", "#D55E00", "s", "--"),
     "grpo": Curve("GRPO", "#0072B2", "o", "-"),
     "oracleV": Curve("oracle V(x)", "#009E73", "^", "-."),
-    "best_baseline": Curve("floor: best prompt-only baseline", "#000000", "x", ":"),
+    "best_baseline": Curve("floor b*(x)", "#000000", "x", ":"),
 }
 
 # For curves that are told apart by number: a run, a group size, a file.
@@ -41,16 +42,26 @@ LINES = ("-", "--", "-.", ":")
 COLUMN = 3.5  # inches: one column of a two-column page
 
 
+def name_of(estimator: str) -> str:
+    """What every picture and list calls an estimator: its label in CURVES, else its name on the command line."""
+    return CURVES[estimator].label if estimator in CURVES else estimator
+
+
 def numbered(number: int, label: str = "") -> Curve:
     """The look of the ``number``-th of several curves, from 0."""
     kinds = (COLOURS, MARKERS, LINES)
     return Curve(label, *(kind[number % len(kind)] for kind in kinds))
 
 
-def new_figure(n_panels: int = 1, width: float = COLUMN, height: float = 2.9):
-    """A figure without pyplot state and its panels side by side: (figure, (n_panels,) array of axes); inches."""
-    figure = Figure(figsize=(width * n_panels, height), layout="constrained")
-    return figure, figure.subplots(1, n_panels, squeeze=False)[0]
+def new_figure(n_panels: int = 1, width: float = COLUMN, height: float = 2.9, in_a_row: int | None = None):
+    """A figure without pyplot state and its panels, all in a row or ``in_a_row``: (figure, (n_panels,) array of axes).
+
+    width, height: of one panel, in inches.
+    """
+    columns = in_a_row or n_panels
+    rows = -(-n_panels // columns)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False).ravel()[:n_panels]
 
 
 def new_ax(ax=None, **size):
@@ -74,6 +85,23 @@ def finish(ax, title: str | None = None, /, **legend) -> None:
         ax.set_title(title)
     if ax.get_legend_handles_labels()[1]:
         ax.legend(**{"frameon": False, "fontsize": "small", **legend})
+
+
+def note(ax, text: str) -> None:
+    """Small text below the label of the x axis, in lines short enough for one column; nothing for an empty text."""
+    if text:
+        ax.annotate(short_lines(text), (0.5, 0), xycoords=ax.xaxis.label, xytext=(0, -3), textcoords="offset points",
+                    ha="center", va="top", fontsize="small")  # fmt: skip
+
+
+def short_lines(text: str, width: int = 46) -> str:
+    """The text with its lines broken to ``width`` letters, behind a colon first.
+
+    >>> short_lines("floor: raise --M or lower --block_size", 36)
+    'floor:\\nraise --M or lower --block_size'
+    """
+    whole = [line if len(line) <= width else line.replace(": ", ":\n", 1) for line in text.split("\n")]
+    return "\n".join(short for line in "\n".join(whole).split("\n") for short in textwrap.wrap(line, width))
 
 
 def save_figure(figure: Figure, path: str | Path) -> Path:

@@ -70,19 +70,19 @@ def test_a_law_without_a_best_size_is_drawn_and_says_so():
     assert made["G_star"] is None
     figure, ax = plot_group_size(made)
     assert "G*: not computed (see reasons)" in lines(ax)
-    figure.canvas.draw()
+    figure.draw_without_rendering()
 
 
 def test_terms_that_are_not_above_zero_are_left_out_and_named():
     figure, ax = plot_group_size(law(c3=-0.5))
     assert "small groups: c3/(G-1) (not above 0)" in lines(ax)
-    figure.canvas.draw()
+    figure.draw_without_rendering()
 
 
 def test_a_law_without_intervals_is_drawn_without_a_band():
     figure, ax = plot_group_size(law(n=3))
     assert not ax.collections
-    figure.canvas.draw()
+    figure.draw_without_rendering()
 
 
 def test_it_draws_on_a_given_ax_and_changes_no_global_setting():

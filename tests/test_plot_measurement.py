@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,8 @@ from plots.plot_estimators import (fit_ratio_law, missing, plot_any_group_size, 
 from plots.plot_prompts import difficulty, plot_prompt_traces, plot_variance_shares
 from plots.plot_scores import (best_baseline, plot_best_baselines, plot_on_policy_check, plot_score_norms,
                                reward_classes)
+from plots.style import name_of
+from test_plot_tracecov import notes
 
 NEED_GRAMS = [
     (plot_prompt_traces, (4,)), (plot_variance_shares, (4,)), (plot_score_norms, ()), (plot_best_baselines, (4,)),
@@ -109,18 +112,44 @@ def test_the_means_of_the_score_norms_are_those_of_the_results(measured):
         assert f"n = {found['n_continuations']:,}" in text and f"mean {found['mean']:.4g}" in text
 
 
+def test_scores_of_zero_are_counted_in_n_and_mean_and_the_tick_says_that_they_are_not_drawn(measured):
+    scores = [Scores(np.array([0.0, 0.0, 1.0]), np.array([0.0, 6.0, 5.0])),
+              Scores(np.array([0.0, 1.0]), np.array([0.0, 7.0]))]  # fmt: skip
+    figure, ax = plot_score_norms(replace(measured, scores=scores))
+    texts = [text.get_text() for text in ax.get_xticklabels()]
+    assert texts == ["0\nn = 3\nmean 2\n(2 at 0 not drawn)", "1\nn = 2\nmean 6"]
+    (means,) = [line for line in ax.lines if line.get_marker() == "D"]
+    assert list(means.get_ydata()) == [2, 6]
+    only_zeros = [Scores(np.array([0.0, 1.0]), np.array([0.0, 5.0]))]
+    figure, ax = plot_score_norms(replace(measured, scores=only_zeros))
+    figure.draw_without_rendering()
+    assert ax.get_xticklabels()[0].get_text() == "0\nn = 1\nmean 0\n(1 at 0 not drawn)"
+    with pytest.raises(UserError, match="every score is 0"):
+        plot_score_norms(replace(measured, scores=[Scores(np.ones(2), np.zeros(2))]))
+
+
 def test_the_best_baseline_is_the_reward_weighted_by_the_squared_norms():
     assert best_baseline(Scores(np.array([1.0, 0.0, 1.0]), np.array([1.0, 2.0, 5.0]))) == pytest.approx(6 / 8)
     assert np.isnan(best_baseline(Scores(np.ones(2), np.zeros(2))))
 
 
-def test_prompts_are_marked_by_whether_grpo_is_noisier_than_vanilla(measured, small_run):
+def test_prompts_are_marked_by_whether_grpo_is_noisier_than_vanilla_and_ties_are_counted_apart(measured, small_run):
     rows = json.loads((small_run / "tracecov_tiny_model_K4_detailed.json").read_text())
-    noisier = sum(row["trace_cov"]["grpo"] > row["trace_cov"]["naive"] for row in rows)
-    _, ax = plot_best_baselines(measured, 4)
-    shown = lines(ax)
-    assert len(starting(shown, f"GRPO noisier than vanilla ({noisier} of 6)")[0]) == noisier
-    assert len(starting(shown, f"GRPO less noisy than vanilla ({6 - noisier} of 6)")[0]) == 6 - noisier
+    gaps = [row["trace_cov"]["grpo"] - row["trace_cov"]["naive"] for row in rows]
+    shown = lines(plot_best_baselines(measured, 4)[1])
+    counts = [sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps), sum(gap == 0 for gap in gaps)]
+    assert counts[2] > 0 and sum(counts) == 6  # prompts without any reward: both traces are 0
+    for count, text in zip(counts, ("noisier than", "less noisy than", "as noisy as")):
+        assert len(starting(shown, f"GRPO {text} vanilla ({count} of 6)")[0]) == count
+    assert not starting(shown, "GRPO as noisy as")[1].any()  # b* of no reward is 0
+
+
+def test_without_ties_the_legend_has_no_line_for_them(measured, small_run):
+    records = [replace(record, rewards=np.arange(len(record.rewards)) % 2.0)
+               for record in gram_store.load_all(small_run / "grams")]  # fmt: skip
+    made = replace(measured, grams=estimators.reduce_prompts(records, [4], []))
+    labels = list(lines(plot_best_baselines(made, 4)[1]))
+    assert sum(label.startswith("GRPO ") for label in labels) == 2 and not any("as noisy" in label for label in labels)
 
 
 def test_the_on_policy_points_average_to_the_ratio_of_the_results(measured):
@@ -130,6 +159,7 @@ def test_the_on_policy_points_average_to_the_ratio_of_the_results(measured):
     assert starting(shown, "mean")[1] == pytest.approx([check["ratio"]] * 2)
     (band,) = ax.patches
     assert band.get_height() == pytest.approx(2 * 1.96 * check["standard_error"])
+    assert all(float(place).is_integer() for place in ax.get_xticks())  # prompts are counted
 
 
 def test_any_group_size_is_what_the_script_would_compute_from_the_grams(measured, small_run):
@@ -153,18 +183,28 @@ def test_all_estimators_are_compared_although_the_results_have_the_default_ones(
     prompts = estimators.reduce_prompts(gram_store.load_all(small_run / "grams"), [4], names)
     expected = estimators.summarise(prompts, [4], names=names)["estimators"]
     _, ax = plot_estimators(measured)
-    shown = {text.get_text() for text in ax.get_yticklabels()}
-    assert shown == {name for name, found in expected.items() if found["effective_group_size"][0] is not None}
+    known = {name_of(name): each for name, each in expected.items() if each["effective_group_size"][0] is not None}
+    assert {text.get_text() for text in ax.get_yticklabels()} == set(known)
     places = {c.lines[0].get_ydata()[0]: c.lines[0].get_xdata()[0] for c in ax.containers}
     for place, text in enumerate(ax.get_yticklabels()):
-        assert places[place] == pytest.approx(expected[text.get_text()]["effective_group_size"][0])
-    told = dict(line.split(": ", 1) for line in missing(measured))
-    assert set(told) == set(expected) - shown and "no greedy continuation" in told["greedy"]
+        assert places[place] == pytest.approx(known[text.get_text()]["effective_group_size"][0])
+    told = [line.split(": ", 1) for line in missing(measured)]
+    assert {name for names, _ in told for name in names.split(", ")} == set(map(name_of, expected)) - set(known)
+    assert ["greedy", "no greedy continuation of the prompt was sampled (6 of 6 prompts)"] in told
+
+
+def test_estimators_that_are_missing_for_one_reason_are_one_line_without_doubled_words(measured):
+    none = {"effective_group_size": [None]}
+    reasons = {"greedy": "not computed: nothing greedy", **dict.fromkeys(("opo", "best_baseline", "dapo"), "a larger block")}
+    made = replace(measured, compared=dict.fromkeys(("greedy", "best_baseline", "opo", "dapo", "std_verl"), none),
+                   reasons={f"estimators.{name}.effective_group_size": reason for name, reason in reasons.items()})
+    assert missing(made) == ["greedy: nothing greedy", "floor b*(x), opo, dapo: a larger block",
+                             "std_verl: no reason is given"]  # fmt: skip
 
 
 def test_without_grams_the_estimators_of_the_results_are_drawn(without_grams):
     _, ax = plot_estimators(without_grams, quantity="mse")
-    assert {text.get_text() for text in ax.get_yticklabels()} <= set(without_grams.results["estimators"])
+    assert {text.get_text() for text in ax.get_yticklabels()} <= set(map(name_of, without_grams.results["estimators"]))
     assert "K = 2" in ax.get_xlabel()
 
 
@@ -191,11 +231,17 @@ def test_a_wrong_folder_of_grams_is_one_line(path, tmp_path):
 
 
 def test_results_without_oracle_values_say_so(measured):
-    from dataclasses import replace
-
     bare = replace(measured, grams=replace(measured.grams, oracle_value="no oracle value V(x) (6 of 6 prompts)"))
     for draw in (plot_prompt_traces, plot_variance_shares, plot_best_baselines):
         with pytest.raises(UserError, match="no oracle value"):
             draw(bare, 4)
-    figure, ax = plot_any_group_size(bare)
-    assert "oracle V(x) (not computed)" in lines(ax)
+    _, ax = plot_any_group_size(bare)
+    assert notes(ax) == "oracle V(x) not computed: no oracle value V(x) (6 of 6 prompts)"
+    assert {"vanilla", "GRPO"} < set(lines(ax)) and "oracle V(x)" not in lines(ax)
+
+
+def test_at_any_group_size_a_floor_that_is_missing_is_said_below_the_axis(measured):
+    bare = replace(measured, grams=replace(measured.grams, best_trace="there is only one block"))
+    _, ax = plot_any_group_size(bare)
+    assert notes(ax) == "floor b*(x) not computed: raise --M or lower --block_size"
+    assert not any("floor" in label for label in lines(ax))

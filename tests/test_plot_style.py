@@ -13,14 +13,16 @@ from plots.describe import describe, describe_each
 from plots.measurement import load_measurement
 from plots.plot_estimators import plot_any_group_size, plot_estimators, plot_ratio
 from plots.plot_group_size import plot_group_size
+from plots.plot_layers import plot_layers, plot_module_kinds
 from plots.plot_prompts import plot_prompt_traces, plot_variance_shares
 from plots.plot_scores import plot_best_baselines, plot_on_policy_check, plot_score_norms
 from plots.plot_tracecov import main, plot_by_estimator, plot_compared, plot_tracecov
 from plots.plot_training import plot_by_group_size, plot_by_step
-from plots.style import COLOURS, COLUMN, CURVES, new_figure, numbered, save_figure
+from plots.style import COLOURS, COLUMN, CURVES, name_of, new_figure, numbered, save_figure
 from plots.training_logs import Run
 from test_plot_group_size import law
-from test_plot_tracecov import results
+from test_plot_layers import deep
+from test_plot_tracecov import notes, results
 
 RUNS = [Run(f"g{size}_seed{seed}", size, seed, {0: 0.1, 9: 0.3 + seed / 9}) for size in (4, 8) for seed in (0, 1)]
 PICTURES = {
@@ -35,6 +37,8 @@ PICTURES = {
     "plot_on_policy_check": lambda m, ax: plot_on_policy_check(m, ax=ax),
     "plot_any_group_size": lambda m, ax: plot_any_group_size(m, ax=ax),
     "plot_estimators": lambda m, ax: plot_estimators(m, ax=ax),
+    "plot_layers": lambda m, ax: plot_layers(deep(), 4, ax=ax),
+    "plot_module_kinds": lambda m, ax: plot_module_kinds(deep(), 4, ax=ax),
     "plot_by_step": lambda m, ax: plot_by_step(RUNS, ax=ax),
     "plot_by_group_size": lambda m, ax: plot_by_group_size(RUNS, ax=ax),
 }
@@ -66,7 +70,7 @@ def test_it_draws_on_a_given_ax_alone_and_changes_no_global_state(draw):
 def test_made_alone_it_is_one_column_wide_with_legible_letters_and_names_its_axes_and_n(draw):
     figure, ax = draw()
     assert figure.get_size_inches()[0] == COLUMN
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
     assert min(sizes) >= 7
     words = " ".join(text.get_text() for text in figure.findobj(Text))
@@ -137,18 +141,55 @@ def test_results_that_are_compared_are_described_by_what_they_differ_in():
     assert len(set(describe_each([of(), of("org/instruct")]))) == 2
 
 
-def test_two_results_are_compared_in_one_figure_whose_legend_names_model_and_law():
+SHOWN = ("naive", "grpo", "oracleV", "best_baseline")
+
+
+def test_two_results_are_compared_in_one_figure_with_one_legend_that_names_model_and_law():
     figure, axes = plot_by_estimator([of(), of("org/instruct", 0.7, top_k=40)])
-    assert [ax.get_title() for ax in axes] == [CURVES[name].label for name in ("naive", "grpo", "oracleV")]
-    (legend,) = [ax.get_legend() for ax in axes if ax.get_legend()]
+    assert [ax.get_title() for ax in axes] == [CURVES[name].label for name in SHOWN]
+    assert not any(ax.get_legend() for ax in axes)
+    (legend,) = figure.legends
     first, second = [text.get_text() for text in legend.get_texts()]
     assert first.startswith("base\ntemperature 1, top_p 0.95\n") and "n = 500 prompts" in first
     assert second.startswith("instruct\ntemperature 0.7, top_p 0.95, top_k 40")
-    for ax, name in zip(axes, ("naive", "grpo", "oracleV")):
-        assert [list(c.lines[0].get_ydata()) for c in ax.containers] == [of()["conditional_on_x"][name]] * 2
+    for ax, name in zip(axes, SHOWN):
+        expected = of()["conditional_on_x"].get(name, of()["best_baseline"])
+        assert [list(c.lines[0].get_ydata()) for c in ax.containers] == [expected] * 2
     assert len({ax.get_ylim() for ax in axes}) == 1
-    _, ax = plot_tracecov(of(), label="base")
+    _, ax = plot_tracecov(of(), label="zero-shot")
     assert ax.get_legend().get_title().get_text() == "base\ntemperature 1, top_p 0.95"
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_the_panels_of_a_comparison_are_of_one_size_and_evenly_spaced_above_the_legend(n):
+    figure, axes = plot_by_estimator([of()] * n)
+    figure.draw_without_rendering()
+    assert len(figure.legends[0].get_texts()) == n  # files of one name too
+    places = np.array([ax.get_position().bounds for ax in axes])  # left, bottom, width, height
+    assert places[:, 2:] == pytest.approx(np.tile(places[0, 2:], (4, 1)), rel=0.02)
+    assert places[:2, 1] == pytest.approx(places[0, 1]) and places[2:, 1] == pytest.approx(places[2, 1])
+    assert places[::2, 0] == pytest.approx(places[0, 0]) and places[1::2, 0] == pytest.approx(places[1, 0])
+    assert figure.legends[0].get_window_extent().y1 <= min(ax.get_tightbbox().y0 for ax in axes)
+
+
+def test_a_comparison_says_which_panel_lacks_the_floor():
+    bare = {**of("org/bare"), "best_baseline": [None] * 3, "best_baseline_ci95": None}
+    _, axes = plot_by_estimator([of(), bare])
+    assert len(axes) == 4 and len(axes[3].containers) == 1
+    assert [notes(ax) for ax in axes] == [""] * 3 + ["not computed in 1 of 2 files: raise --M or lower --block_size"]
+    figure, axes = plot_by_estimator([bare, bare])
+    assert [ax.get_title() for ax in axes] == [CURVES[name].label for name in SHOWN[:3]]
+    (place,) = [ax for ax in figure.axes if ax not in axes]
+    assert notes(place) == "floor b*(x) not computed: raise --M or lower --block_size" and not place.axison
+
+
+def test_every_picture_calls_an_estimator_by_the_same_name(measured):
+    names = {look.label for look in CURVES.values()}
+    for shown in (plot_tracecov(measured.results), plot_any_group_size(measured)):
+        assert set(shown[1].get_legend_handles_labels()[1]) == names
+    ticks = {text.get_text() for text in plot_estimators(measured)[1].get_yticklabels()}
+    assert names <= ticks and not set(CURVES) & ticks
+    assert [name_of(name) for name in ("naive", "opo")] == ["vanilla", "opo"]
 
 
 def test_from_the_shell_by_estimator(tmp_path, capsys):

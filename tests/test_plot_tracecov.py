@@ -11,9 +11,10 @@ import pytest
 
 from Gradient_evaluation.cli import UserError
 from plots.plot_tracecov import load_results, main, plot_side_by_side, plot_tracecov
-from plots.style import CURVES, new_figure, save_figure
+from plots.style import CURVES, new_figure, save_figure, short_lines
 
 SCRIPT = Path(__file__).resolve().parents[1] / "plots" / "plot_tracecov.py"
+FLOOR = CURVES["best_baseline"].label
 
 
 def results(**changes) -> dict:
@@ -49,7 +50,7 @@ def test_every_curve_is_drawn_with_its_values_and_intervals():
         assert np.log2(np.asarray(places, dtype=float)) == pytest.approx(np.log2([4, 8, 16]), abs=0.1)
         for segment, value in zip(bars, curve):
             assert segment[:, 1] == pytest.approx([value - 0.5, value + 0.25])
-    assert list(shown["floor: best prompt-only baseline"][1]) == [3.0, 1.5, 0.75]
+    assert list(shown[FLOOR][1]) == [3.0, 1.5, 0.75]
     assert ax.get_xscale() == "log" and ax.get_xaxis().get_transform().base == 2
     assert "500 prompts, 128,000 continuations" in ax.get_xlabel() and ax.get_title() == "base"
 
@@ -59,21 +60,57 @@ def test_curves_differ_in_colour_marker_and_line():
         assert len({getattr(look, field) for look in CURVES.values()}) == len(CURVES)
 
 
-def test_what_was_not_computed_is_said_in_the_legend():
+def notes(ax) -> str:
+    """The small text below the axis, its lines joined."""
+    return " ".join(text.get_text() for text in ax.texts).replace("\n", " ")
+
+
+def test_what_was_not_computed_is_said_below_the_axis_with_the_remedy_and_not_in_the_legend():
     _, ax = plot_tracecov(results(best_baseline=[None] * 3, best_baseline_ci95=[None] * 3))
-    assert "floor: best prompt-only baseline (not computed)" in drawn(ax)
+    assert list(drawn(ax)) == ["vanilla", "GRPO", "oracle V(x)"]
+    assert notes(ax) == f"{FLOOR} not computed: raise --M or lower --block_size"
     published = {key: results()[key] for key in ("K_list", "conditional_on_x")}  # as the published script writes it
     _, ax = plot_tracecov(published)
-    assert list(drawn(ax)["GRPO"][1]) == [6.0, 2.5, 1.2]
+    assert list(drawn(ax)["GRPO"][1]) == [6.0, 2.5, 1.2] and FLOOR in notes(ax)
+    without_v = {**results()["conditional_on_x"], "oracleV": [None] * 3}
+    reasons = {"estimators.oracleV.trace_cov": "no oracle value V(x) (2 of 500 prompts)"}
+    _, ax = plot_tracecov(results(conditional_on_x=without_v, reasons=reasons))
+    assert notes(ax) == "oracle V(x) not computed: no oracle value V(x) (2 of 500 prompts)"
+    assert not plot_tracecov(results())[1].texts
+
+
+@pytest.mark.parametrize("floor", [[3.0, 1.5, 0.75], [None] * 3])
+def test_the_legend_stays_inside_the_axes_and_the_note_inside_the_figure(floor):
+    law = {"model": "org/m", "temperature": 1.0, "top_p": 0.95}
+    figure, ax = plot_tracecov(results(best_baseline=floor, best_baseline_ci95=[None] * 3, law=law), label="m")
+    figure.draw_without_rendering()
+    outer, legend = ax.get_window_extent(), ax.get_legend().get_window_extent()
+    assert outer.x0 <= legend.x0 and legend.x1 <= outer.x1
+    label = ax.xaxis.label.get_window_extent()
+    for text in ax.texts:
+        place = text.get_window_extent()
+        assert 0 <= place.x0 and place.x1 <= figure.bbox.x1 and 0 <= place.y0 and place.y1 <= label.y0
+
+
+def test_the_models_name_is_written_once():
+    law = {"model": "org/m", "temperature": 1.0, "top_p": 0.95}
+    for label, heading in (("m", "temperature 1, top_p 0.95"), ("few-shot", "m\ntemperature 1, top_p 0.95")):
+        _, ax = plot_tracecov(results(law=law), label=label)
+        assert (ax.get_title(), ax.get_legend().get_title().get_text()) == (label, heading)
+
+
+def test_long_notes_are_broken_behind_the_colon_first():
+    assert short_lines("a: b") == "a: b" and short_lines("a: b", 3) == "a:\nb"
+    assert max(map(len, short_lines("word " * 40).split("\n"))) <= 46
 
 
 def test_log_axis_leaves_out_values_that_are_not_positive_and_linear_keeps_them():
     spoiled = results(best_baseline=[3.0, -0.5, 0.75])
     _, ax = plot_tracecov(spoiled, log_y=True)
-    assert ax.get_yscale() == "log" and np.isnan(drawn(ax)["floor: best prompt-only baseline"][1][1])
+    assert ax.get_yscale() == "log" and np.isnan(drawn(ax)[FLOOR][1][1])
     figure, ax = plot_tracecov(spoiled)
-    assert drawn(ax)["floor: best prompt-only baseline"][1][1] == -0.5 and ax.get_ylim()[0] < -0.5
-    figure.canvas.draw()
+    assert drawn(ax)[FLOOR][1][1] == -0.5 and ax.get_ylim()[0] < -0.5
+    figure.draw_without_rendering()
 
 
 def test_an_interval_that_leaves_out_its_value_is_drawn():

@@ -123,7 +123,7 @@ def test_the_panels_show_means_and_intervals_over_seeds():
     half = 12.706 * 0.05
     assert bars[0].get_segments()[0][:, 1] == pytest.approx([0.39 - half, 0.39 + half], abs=1e-3)
     assert summary["accuracy_by_group_size"][8] == pytest.approx([0.43, half, 2], abs=1e-3)
-    figure.canvas.draw()
+    figure.draw_without_rendering()
 
 
 def test_one_seed_has_no_interval_and_unknown_sizes_have_no_right_panel():

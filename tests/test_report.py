@@ -1,5 +1,6 @@
 """The notebook is clean in git, runs from anywhere on whatever a run left, and becomes one file that opens offline."""
 
+import html
 import json
 import os
 import re
@@ -11,9 +12,14 @@ from pathlib import Path
 import pytest
 
 from Gradient_evaluation.cli import UserError
+from plots.describe import in_one_line
 from plots.make_report import NOTEBOOK, execute, main, to_html
 from plots.notebook import picture, setting, settings
+from plots.report_page import sections_of
 from plots.style import new_figure
+from plots.summary import group_size_in_words, mse_by_estimator, mse_table
+from test_plot_layers import deep
+from test_plot_tracecov import results as made_up
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -56,7 +62,7 @@ def test_every_cell_is_short_and_every_picture_is_explained_in_two_or_three_sent
             sentences = re.findall(r"\w[^.]*?[.](?=\s|$)", re.sub(r"(?<=\d)\.(?=\d)|\.(?=\w)", "", text))
             assert 2 <= len(sentences) <= 3, text
             assert "$" not in text and "\\" not in text  # formulas would need a script to be shown
-    assert pictures == 11
+    assert pictures == 12
 
 
 def test_the_first_code_cell_sets_what_is_read():
@@ -66,13 +72,16 @@ def test_the_first_code_cell_sets_what_is_read():
 
 @pytest.fixture(scope="module")
 def full(small_run, tmp_path_factory):
-    """The notebook executed from plots/ on a small run with a second results file and training runs."""
+    """The notebook executed from plots/ on a small run with traces by module, a second run and training runs."""
     folder = tmp_path_factory.mktemp("more")
     runs = {f"G{size}_seed{seed}": {"G": size, "seed": seed, "train_reward": [0.1] * 5, "held_out_reward": 0.4 + seed / 9}
             for size in (4, 8) for seed in (0, 1)}  # fmt: skip
     (folder / "group_sizes.json").write_text(json.dumps({"start": 0.3, "runs": runs}))
-    results = small_run / "tracecov_tiny_model.json"
-    second = json.loads(results.read_text())
+    results = folder / "tracecov_tiny_model.json"
+    second = json.loads((small_run / "tracecov_tiny_model.json").read_text())
+    layers = {**deep()["by_layer"], "trace_cov_ci95": {}}  # of K = 4, 8, 16; the run is of 2, 4, 8
+    results.write_text(json.dumps({**second, "by_layer": layers}))
+    (folder / "grams").symlink_to(small_run / "grams")
     second["law"]["temperature"] = 0.5
     (folder / "tracecov_cooler.json").write_text(json.dumps(second))
     return execute({"RESULTS": str(results), "COMPARE": str(folder / "tracecov_cooler.json"),
@@ -82,7 +91,7 @@ def full(small_run, tmp_path_factory):
 def test_on_a_whole_run_every_picture_is_drawn_and_described(full):
     shown = images(full)
     law_is_known = "group_size_law" not in printed(full)
-    assert len(shown) == 10 + law_is_known
+    assert len(shown) == 11 + law_is_known
     assert all(out["metadata"]["image/png"]["alt"] for out in shown)
     said = printed(full)
     assert "tiny_model\ntemperature 1, top_p 0.95\n6 prompts, 192 continuations" in said.replace("\\", "")
@@ -92,17 +101,114 @@ def test_on_a_whole_run_every_picture_is_drawn_and_described(full):
     )
 
 
-def test_from_the_root_without_grams_law_or_training_each_missing_part_is_one_line(small_run, tmp_path):
+@pytest.fixture(scope="module")
+def bare(small_run, tmp_path_factory):
+    """The notebook executed from the root on results alone: no Grams, law, traces by module or training runs."""
     results = json.loads((small_run / "tracecov_tiny_model.json").read_text())
     results["group_size_law"] = None
-    path = tmp_path / "tracecov_bare.json"
+    path = tmp_path_factory.mktemp("bare") / "tracecov_bare.json"
     path.write_text(json.dumps(results))
-    done = execute({"RESULTS": str(path), "COMPARE": "", "TRAINING": ""}, folder=ROOT)
-    assert len(images(done)) == 3  # the paper's figure, the ratio and the estimators need no Grams
-    reasons = [line for line in printed(done).splitlines() if line.startswith("not shown: ")]
-    assert len(reasons) == 9 and sum("there are no Grams beside tracecov_bare.json" in line for line in reasons) == 6
-    for text in ("COMPARE names no other", "holds no group_size_law", "there are no training runs"):
+    return execute({"RESULTS": str(path), "COMPARE": "", "TRAINING": ""}, folder=ROOT)
+
+
+def test_without_grams_law_layers_or_training_each_missing_part_is_one_line(bare):
+    assert len(images(bare)) == 3  # the paper's figure, the ratio and the estimators need no Grams
+    reasons = [line for line in printed(bare).splitlines() if line.startswith("not shown: ")]
+    assert len(reasons) == 9 and sum("there are no Grams beside tracecov_bare.json" in line for line in reasons) == 5
+    for text in ("name them in COMPARE", "holds no group_size_law", "no traces by module", "are no training runs"):
         assert any(text in line for line in reasons)
+
+
+def words(page: str) -> str:
+    """What a page says, without its tags, pictures and style."""
+    page = re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
+
+
+def test_the_page_leaves_out_what_has_nothing_to_show_and_names_it_in_one_closing_line(bare):
+    page = to_html(bare, "title")
+    headings = re.findall(r"<h2[^>]*>(.*?)<", page)
+    assert headings == ["The paper's figure", "The numbers", "What not knowing V(x) costs", "Estimators beside each other"]
+    closing = words(page).split("Not in this report: ")[1]
+    for part in ("Several results beside each other (no other results were given)", "The on-policy check, Any group size (",
+                 "Where in the network? (the results hold no traces by module)", "Training (there are no training runs)"):
+        assert part in closing
+    assert "Student's" not in page and "Assumption 2 (no correlation" not in page  # the texts of those sections
+    for hint in ("COMPARE", "TRAINING", "not shown", "--by_layer", "write the results again", "plot_training.py"):
+        assert hint not in words(page)
+    assert len(images(bare)) == page.count("<img")
+
+
+def test_a_page_with_everything_has_no_closing_line_and_no_hints_to_its_author(full):
+    page = words(to_html(full, "title"))
+    for hint in ("COMPARE", "TRAINING", "Several results beside each other (", "Training (", "Where in the network? ("):
+        assert hint not in page
+    law_is_missing = "group_size_law" in page
+    assert to_html(full, "title").count("<h2") == len(sections_of(cells(full))) - 1 - law_is_missing
+    assert ("Not in this report" in page) == law_is_missing
+
+
+def test_of_a_section_that_shows_a_part_the_hint_is_cut_and_the_notebook_stays_as_it_was(full):
+    nbformat = pytest.importorskip("nbformat")
+    made = nbformat.from_dict(json.loads(json.dumps(full)))
+    (cell,) = [cell for cell in made["cells"] if "import plot_prompt_traces" in cell["source"]]
+    cell["outputs"].insert(0, nbformat.v4.new_output("stream", name="stdout", text="not shown: half of it; do this\n"))
+    page = words(to_html(made, "title"))
+    assert "not shown: half of it" in page and "do this" not in page and "do this" in cell["outputs"][0]["text"]
+
+
+def test_the_title_and_the_first_heading_are_those_given_and_there_is_one_first_heading(full):
+    page = to_html(full, "m (temperature 1)")
+    assert re.findall(r"<h1[^>]*>(.*?)</h1>", page, re.DOTALL) == ["m (temperature 1)"]
+    assert "<title>m (temperature 1)</title>" in page
+    law = {"model": "org/a$b", "temperature": 1.0, "top_p": 0.95}
+    assert in_one_line(made_up(law=law), "x") == "a$b (temperature 1, top_p 0.95)"
+    assert (in_one_line(made_up(law={"model": "m"}), "x"), in_one_line(made_up(), "x")) == ("m", "x")
+
+
+def test_the_table_holds_the_mse_of_every_estimator_with_its_intervals(small_run, full):
+    results = json.loads((small_run / "tracecov_tiny_model.json").read_text())
+    table = mse_table(results)
+    rows = re.findall(r"<tr><th>(.*?)</th>(.*?)</tr>", table)
+    assert [name for name, _ in rows[1:]] == ["vanilla", "GRPO", "oracle V(x)", "floor b*(x)"]
+    assert rows[0][1] == "<th>K = 2</th><th>K = 4</th><th>K = 8</th>"
+    for (_, cells_of_row), name in zip(rows[1:], ("naive", "grpo", "oracleV", "best_baseline")):
+        found = results["estimators"][name]
+        expected = [f"{value:.4g}<br>[{low:.4g}, {high:.4g}]"
+                    for value, (low, high) in zip(found["mse"], found["mse_ci95"])]  # fmt: skip
+        assert re.findall(r"<td>(.*?)</td>", cells_of_row) == expected
+    page = to_html(full, "title")
+    assert words(table) in words(page) and page.count("<table") == 1
+
+
+def test_the_table_of_other_estimators_and_of_older_results():
+    none = {"title": "other <target>", "mse": [None] * 3, "mse_ci95": [None] * 3}
+    some = {"title": "a <b> & c", "mse": [1.0, None, 0.25], "mse_ci95": [[0.5, 1.5], None, None]}
+    made = made_up(estimators={"dapo": none, "opo": some})
+    assert [name for name, *_ in mse_by_estimator(made)] == ["opo"]
+    assert mse_table(made).split("\n")[2] == ("<tr><th>opo<br><small>a &lt;b&gt; &amp; c</small></th>"
+                                              "<td>1<br>[0.5, 1.5]</td><td>-</td><td>0.25</td></tr>")  # fmt: skip
+    old = mse_by_estimator(made_up(best_baseline=None))
+    assert old == [(name, made_up()["conditional_on_x"][name], made_up()["conditional_on_x_ci95"][name])
+                   for name in ("naive", "grpo", "oracleV")]  # fmt: skip
+
+
+@pytest.mark.parametrize("law, words", [
+    ({"G_star": 5.84, "G_star_ci95": [4.84, None], "within_10_percent": [4, 10], "powers_of_two": [4, 8]},
+     "G* = 5.84 [4.84, unbounded]; G = 4 to 10 are within 10% of the least MSE (powers of two among them: 4, 8)"),
+    ({"G_star": 3.0, "G_star_ci95": None, "within_10_percent": [3, 3], "powers_of_two": []},
+     "G* = 3; G = 3 to 3 are within 10% of the least MSE (powers of two among them: none)"),
+    ({"G_star": 3.0}, "G* = 3"),
+    ({"G_star": None, "reasons": {"G_star": "c1 is not above 0"}}, "not computed (c1 is not above 0)"),
+    (None, "not computed (the results hold no law of the group size)"),
+])  # fmt: skip
+def test_the_best_group_size_is_said_in_words(law, words):
+    assert group_size_in_words(law) == f"best group size to train with: {words}"
+
+
+def test_the_best_group_size_stands_near_the_top_of_the_page(full, bare):
+    for notebook, text in ((full, "best group size to train with: "), (bare, "not computed (the results hold no law")):
+        assert text in words(to_html(notebook, "title")).split("The paper's figure")[0]
 
 
 def test_the_report_is_one_file_that_needs_nothing_else(full):
@@ -113,7 +219,7 @@ def test_the_report_is_one_file_that_needs_nothing_else(full):
     sources = re.findall(r"""(?:src|href)\s*=\s*["']([^"']{0,40})""", page)
     assert sources and all(text.startswith(("data:image/png;base64,", "#")) for text in sources)
     assert page.count("<img") == len(images(full)) == page.count('alt="')
-    assert "import" not in re.sub(r"<[^>]*>", " ", page).split("How noisy")[1][:300]  # the code is left out
+    assert "import" not in words(page)[:500] and "What a run of" in words(page)[:200]  # the code is left out
     assert "The on-policy check" in page and "Traceback" not in page
 
 
@@ -200,7 +306,7 @@ def test_of_two_panels_the_one_that_can_be_drawn_is(capsys):
     def broken(ax=None):
         raise UserError("there is nothing")
 
-    one, two = picture([whole, broken]), picture([whole, whole])
-    assert capsys.readouterr().out == "not shown: there is nothing\n"
+    one, two = picture([whole, broken, broken]), picture([whole, whole])
+    assert capsys.readouterr().out == "not shown: there is nothing\n"  # a reason once
     assert one.alt == "A line" and two.width > 1.5 * one.width
     assert picture(broken) is None
