@@ -18,6 +18,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
+
+if __name__ == "__main__":
+    one_line_while_importing()
 
 from Gradient_evaluation.cli import Parser, UserError, run  # noqa: E402
 from Gradient_evaluation.durable_files import one_line_errors, write_bytes_atomic  # noqa: E402
@@ -35,6 +39,7 @@ def execute(environment: Mapping[str, str], folder: Path = NOTEBOOK.parent):
     kernel starts. Raises UserError where a cell does, and nbclient's CellExecutionError where one fails otherwise.
     """
     import nbformat
+    from tqdm import tqdm
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import KernelManager
     from nbclient import NotebookClient
@@ -50,8 +55,11 @@ def execute(environment: Mapping[str, str], folder: Path = NOTEBOOK.parent):
             **({} if os.name == "nt" else {"transport": "ipc"}),  # files in that folder instead of ports
         )
         try:
-            client = NotebookClient(notebook, km=manager, timeout=None, resources={"metadata": {"path": str(folder)}})
-            client.execute(env={**os.environ, **environment})
+            with tqdm(desc="notebook", total=len(notebook.cells), unit="cell", leave=False,
+                      disable=not sys.stderr.isatty()) as bar:
+                client = NotebookClient(notebook, km=manager, timeout=None, resources={"metadata": {"path": str(folder)}},
+                                        on_cell_complete=lambda cell, cell_index: bar.update(cell_index + 1 - bar.n))
+                client.execute(env={**os.environ, **environment})
         except CellExecutionError as error:
             if error.ename == "UserError":
                 raise UserError(error.evalue) from None

@@ -19,6 +19,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
+
+if __name__ == "__main__":
+    one_line_while_importing()
 
 from Gradient_evaluation.cli import Parser, UserError, run  # noqa: E402
 from plots.describe import describe, describe_each  # noqa: E402

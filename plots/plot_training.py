@@ -23,6 +23,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
+
+if __name__ == "__main__":
+    one_line_while_importing()
 
 from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
 from plots.style import COLOURS, finish, group_size_axis, new_ax, new_figure, numbered, save_figure  # noqa: E402

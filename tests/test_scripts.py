@@ -321,7 +321,9 @@ def test_the_scripts_run_from_any_folder_and_end_errors_without_a_traceback(tmp_
 
 
 @pytest.mark.parametrize("script", ["Gradient_evaluation/calculate_oracle_v.py", "Gradient_evaluation/run_tracecov.py",
-                                    "data/prepare_parquet.py", "Policy_Optimization/train_group_sizes.py"])
+                                    "data/prepare_parquet.py", "Policy_Optimization/train_group_sizes.py",
+                                    "plots/plot_tracecov.py", "plots/plot_group_size.py", "plots/plot_training.py",
+                                    "plots/make_report.py"])
 def test_a_python_without_the_packages_is_one_line(script):
     bare = subprocess.run([sys.executable, "-S", ROOT / script], capture_output=True, text=True)  # no site-packages
     assert bare.returncode == 2 and bare.stdout == ""
