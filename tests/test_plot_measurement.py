@@ -190,7 +190,7 @@ def test_all_estimators_are_compared_although_the_results_have_the_default_ones(
         assert places[place] == pytest.approx(known[text.get_text()]["effective_group_size"][0])
     told = [line.split(": ", 1) for line in missing(measured)]
     assert {name for names, _ in told for name in names.split(", ")} == set(map(name_of, expected)) - set(known)
-    assert ["greedy", "no greedy continuation of the prompt was sampled (6 of 6 prompts)"] in told
+    assert ["greedy", "no greedy continuation was sampled; measure with --estimators greedy (6 of 6 prompts)"] in told
 
 
 def test_estimators_that_are_missing_for_one_reason_are_one_line_without_doubled_words(measured):
