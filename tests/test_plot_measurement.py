@@ -159,7 +159,12 @@ def test_the_on_policy_points_average_to_the_ratio_of_the_results(measured):
     assert starting(shown, "mean")[1] == pytest.approx([check["ratio"]] * 2)
     (band,) = ax.patches
     assert band.get_height() == pytest.approx(2 * 1.96 * check["standard_error"])
-    assert all(float(place).is_integer() for place in ax.get_xticks())  # prompts are counted
+
+
+def test_prompts_are_counted_in_whole_numbers_on_the_axis(measured, small_run):
+    records = list(gram_store.load_all(small_run / "grams"))[:2]
+    _, ax = plot_on_policy_check(replace(measured, grams=estimators.reduce_prompts(records, [4], [])))
+    assert all(float(place).is_integer() for place in ax.get_xticks())
 
 
 def test_any_group_size_is_what_the_script_would_compute_from_the_grams(measured, small_run):
