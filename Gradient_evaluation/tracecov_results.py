@@ -148,7 +148,7 @@ def versions() -> dict:
 def report(results: dict) -> str:
     """The lines a run ends with: MSE by K, other estimators, on-policy check, score norms."""
     curves = {name: results["estimators"][name] for name in DEFAULT}
-    titles = {"naive": "vanilla", "grpo": "GRPO", "oracleV": "oracle", "best_baseline": "floor"}
+    titles = {"naive": "vanilla", "grpo": "GRPO", "oracleV": "oracle V(x)", "best_baseline": "floor b*(x)"}
     lines = ["MSE of the gradient estimate: mean over prompts of trace(Cov | x) [95% interval]",
              "   K" + "".join(f"{titles[name]:>30}" for name in curves)]
     for i, K in enumerate(results["K_list"]):
