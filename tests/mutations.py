@@ -76,7 +76,7 @@ MUTATIONS = [
              "for path in (table,):\n        found, size",
              f"{RUNS}::test_two_processes_leave_what_one_leaves"),
     Mutation("every process measures every prompt", "processes.py", 'self._store.add, "taken", 1', 'self._store.add, f"taken{self.rank}", 1',
-             f"{RUNS}::test_two_processes_leave_what_one_leaves"),
+             f"{RUNS}::test_every_prompt_is_taken_by_exactly_one_process_and_a_slow_one_holds_up_nobody"),
     Mutation("a batch that does not fit goes to the least size", "memory.py",
              "self.size = max(self.least, self.size // 2)", "self.size = self.least",
              f"{RUNS}::test_a_batch_halves_until_it_fits_says_so_and_stays"),

@@ -24,6 +24,7 @@ from tiny_models import enumerable_policy, tiny_tokenizer
 from Gradient_evaluation import calculate_oracle_v, gram_store, run_tracecov
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.memory import Batch
+from Gradient_evaluation.processes import Processes
 from Gradient_evaluation.run_files import only_writer, part_of
 
 ORACLE, TRACECOV = (ROOT / "Gradient_evaluation" / name for name in ("calculate_oracle_v.py", "run_tracecov.py"))
@@ -254,6 +255,17 @@ def test_two_processes_leave_what_one_leaves(policy, problems, table, undisturbe
     code, out, err = torchrun(tracecov_flags(policy, table, tmp_path / "tracecov"))
     assert code == 0 and out.count("MSE of the gradient estimate") == 1, err
     assert files_of(tmp_path / "tracecov") == files_of(undisturbed)
+
+
+def test_every_prompt_is_taken_by_exactly_one_process_and_a_slow_one_holds_up_nobody():
+    store, shares = torch.distributed.HashStore(), []
+    for rank in range(2):
+        one = object.__new__(Processes)  # without a process group: this is about the counter
+        one.rank, one.size, one._store = rank, 2, store
+        shares.append(one.share(range(7)))
+    slow = next(shares[0])
+    quick = list(shares[1])
+    assert (slow, quick, list(shares[0])) == (0, [1, 2, 3, 4, 5, 6], [])
 
 
 def test_what_several_processes_left_is_continued_by_any_number(policy, problems, table, tmp_path):  # noqa: F811
