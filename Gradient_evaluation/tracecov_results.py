@@ -173,7 +173,7 @@ def _other_estimators(results: dict) -> list[str]:
     others = {name: found for name, found in results["estimators"].items() if name not in DEFAULT}
     if not others:
         return []
-    lines = ["", "other estimators: MSE | signal-to-noise ratio | K at which plain GRPO has that ratio; - : see reasons"]
+    lines = ["", "other estimators: MSE | signal-to-noise ratio | K at which plain GRPO has that ratio; - : reasons in the results say why"]
     for name, found in others.items():
         lines.append(f"  {name}: {found['title']}")
         for i, K in enumerate(results["K_list"]):
@@ -198,4 +198,7 @@ def _cell(found: dict, quantity: str, i: int) -> str:
     value, interval = found[quantity][i], found[f"{quantity}_ci95"][i]
     if value is None:
         return "-"
-    return f"{value:.4g}" + ("" if interval is None else f" [{interval[0]:.4g}, {interval[1]:.4g}]")
+    if interval is None:
+        return f"{value:.4g}"
+    low, high = (0.0 if abs(end) < 1e-12 * abs(value) else end for end in interval)  # rounding of a sum that is 0
+    return f"{value:.4g} [{low:.4g}, {high:.4g}]"
