@@ -68,7 +68,8 @@ def parse_args():
     parser.add_argument("--subsample_prompts", action="store_true",
                         help="draw the T prompts at random by --seed instead of taking the first T")
     parser.add_argument("--block_size", type=integer(4),
-                        help="continuations per Gram, at least 4; less takes less memory (max(K_list), twice that for some --estimators)")
+                        help="continuations per Gram, at least 4; less takes less memory (max(K_list), twice that for some "
+                             "--estimators)")
     parser.add_argument("--gram_memory", type=integer(1), default=64, help="MiB of a temporary in a Gram (%(default)s)")
     parser.add_argument("--gram_dtype", choices=list(GRAM_DTYPES), default="float32",
                         help="of the products in a Gram; bfloat16 is faster where the hardware has it (%(default)s)")
@@ -79,7 +80,8 @@ def parse_args():
     parser.add_argument("--scoring", choices=["exact", "published"], default="exact",
                         help="published: the paper's released log-probs, for comparison (%(default)s)")
     parser.add_argument("--params", metavar="REGEX", help="measure only parameters whose name this finds")
-    parser.add_argument("--by_layer", action="store_true", help="also the traces of every module: by_layer in the results, the largest are printed")
+    parser.add_argument("--by_layer", action="store_true",
+                        help="also the traces of every module: by_layer in the results, the largest are printed")
     parser.add_argument("--budget", type=integer(2), metavar="N",
                         help="also the predicted MSE of every G at N = B*G continuations per step")
     parser.add_argument("--sketch_dim", type=integer(0), default=16,

@@ -160,12 +160,12 @@ def report(results: dict) -> str:
     check, norms = results["on_policy_check"], results["score_norm_sq"]
     error = "" if check["standard_error"] is None else f" +- {check['standard_error']:.1e}"
     ratio = "not computed" if check["ratio"] is None else f"{check['ratio']:.1e}{error}"
-    lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (within two standard errors of 0 when the scores are those of the "
-                 "law that was sampled)")
+    lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (within two standard errors of 0 when the scores are "
+                 "those of the law that was sampled)")
     shown = [f"{name} answers " + ("not computed" if norms[name]["mean"] is None else f"{norms[name]['mean']:.4g}")
              for name in ("right", "wrong")]
-    lines.append(f"squared score norm E||g||^2: {', '.join(shown)}; squared gradient norm ||theta||^2 = {results['theta_norm_sq']:.4g}; "
-                 f"{results['n_prompts']} prompts, {results['n_continuations']} continuations")
+    lines.append(f"squared score norm E||g||^2: {', '.join(shown)}; squared gradient norm ||theta||^2 = "
+                 f"{results['theta_norm_sq']:.4g}; {results['n_prompts']} prompts, {results['n_continuations']} continuations")
     return "\n".join(lines)
 
 
@@ -173,7 +173,8 @@ def _other_estimators(results: dict) -> list[str]:
     others = {name: found for name, found in results["estimators"].items() if name not in DEFAULT}
     if not others:
         return []
-    lines = ["", "other estimators: MSE | signal-to-noise ratio | K at which plain GRPO has that ratio; - : reasons in the results say why"]
+    lines = ["", "other estimators: MSE | signal-to-noise ratio | K at which plain GRPO has that ratio; - : reasons in the "
+             "results say why"]
     for name, found in others.items():
         lines.append(f"  {name}: {found['title']}")
         for i, K in enumerate(results["K_list"]):
