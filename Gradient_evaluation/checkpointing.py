@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.replaced_forward import replaced_forward
 
 
 def check_checkpointable(model: nn.Module) -> None:
@@ -28,11 +29,7 @@ def check_checkpointable(model: nn.Module) -> None:
 def checkpointed_layers(model: nn.Module, enabled: bool = True) -> Iterator[None]:
     """While inside, every GradientCheckpointingLayer keeps its input alone and runs again in the backward pass."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if enabled else []
-    for layer in layers:
-        # No random state to restore: nothing is drawn in eval mode, and reading a GPU's state makes the host wait.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    try:
+    # No random state to restore: nothing is drawn in eval mode, and reading a GPU's state makes the host wait.
+    with replaced_forward(layers, lambda layer, plain: partial(checkpoint, plain, use_reentrant=False,
+                                                               preserve_rng_state=False)):
         yield
-    finally:
-        for layer in layers:
-            del layer.forward

@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from Gradient_evaluation.replaced_forward import replaced_forward
+
 
 class _SharedLinear(torch.autograd.Function):
     """x (B, T, d_in), matrix (d_in, d_out), bias or None → x @ matrix + bias, the first positions from row 0."""
@@ -54,10 +56,5 @@ def shared_prompt(model: nn.Module, batch: int, length: int, shared: int) -> Ite
     layers = []
     if batch > 1 and shared > 0:
         layers = [m for m in model.modules() if type(m) in (nn.Linear, Conv1D)]
-    for layer in layers:
-        layer.forward = partial(_forward, layer, layer.forward, (batch, length), shared)
-    try:
+    with replaced_forward(layers, lambda layer, plain: partial(_forward, layer, plain, (batch, length), shared)):
         yield
-    finally:
-        for layer in layers:
-            del layer.forward

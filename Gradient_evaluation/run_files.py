@@ -25,7 +25,7 @@ from Gradient_evaluation.tables import Row, oracle_row
 
 IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
 # What of a run's identity is no flag by its own name.
-FROM_FLAGS = {"block_sizes": "--M, --K_list and --block_size", "sketched": "--estimators", "sketched_at": "--K_list",
+FROM_FLAGS = {"block_sizes": "--M, --K_list, --block_size and --estimators", "sketched": "--estimators", "sketched_at": "--K_list",
               "greedy": "--estimators", "prompt_format": "the tokenizer and chat template of --model",
               "model_fingerprint": "the weights and config of --model"}
 

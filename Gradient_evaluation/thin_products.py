@@ -14,6 +14,8 @@ from functools import partial
 import torch
 from torch import nn
 
+from Gradient_evaluation.replaced_forward import replaced_forward
+
 MOST_ROWS = 160  # of x
 OUTPUTS = 2048  # at a time
 WIDE = 8192  # outputs of a layer from which it pays
@@ -43,10 +45,5 @@ def thin_products(model: nn.Module) -> Iterator[None]:
     layers = []
     if next(model.parameters()).device.type == "cpu":
         layers = [module for module in model.modules() if type(module) is nn.Linear and module.out_features >= WIDE]
-    for layer in layers:
-        layer.forward = partial(_forward, layer, layer.forward)
-    try:
+    with replaced_forward(layers, lambda layer, plain: partial(_forward, layer, plain)):
         yield
-    finally:
-        for layer in layers:
-            del layer.forward

@@ -19,6 +19,7 @@ from Gradient_evaluation.group_size_law import group_size_law
 from Gradient_evaluation.layer_traces import by_layer
 from Gradient_evaluation.prompt_pairs import SketchPart, prompt_averaged_cosines
 from Gradient_evaluation.tables import Row
+from plots.style import name_of
 
 
 @dataclass
@@ -148,12 +149,11 @@ def versions() -> dict:
 def report(results: dict) -> str:
     """The lines a run ends with: MSE by K, other estimators, on-policy check, score norms."""
     curves = {name: results["estimators"][name] for name in DEFAULT}
-    titles = {"naive": "vanilla", "grpo": "GRPO", "oracleV": "oracle V(x)", "best_baseline": "floor b*(x)"}
     lines = ["MSE of the gradient estimate: mean over prompts of trace(Cov | x) [95% interval]",
-             "   K" + "".join(f"{titles[name]:>30}" for name in curves)]
+             "   K" + "".join(f"{name_of(name):>30}" for name in curves)]
     for i, K in enumerate(results["K_list"]):
         lines.append(f"{K:>4}" + "".join(f"{_cell(curve, 'mse', i):>30}" for curve in curves.values()))
-    lines += [f"note: {name}: {results['reasons'][path]}" for name in titles
+    lines += [f"note: {name}: {results['reasons'][path]}" for name in curves
               if (path := f"estimators.{name}.mse") in results["reasons"]]
     lines += _other_estimators(results)
     lines += _largest_modules(results)
@@ -189,17 +189,20 @@ def _largest_modules(results: dict, count: int = 5) -> list[str]:
         return []
     names, traces = results["by_layer"]["modules"], np.array(results["by_layer"]["trace_cov"]["grpo"][0])
     lines = [f"share of the modules in GRPO's trace at K = {results['K_list'][0]} (all of them: by_layer in the results)"]
+    whole = traces.sum()
     for place in np.argsort(-traces)[:count]:
-        share = f"{traces[place] / traces.sum():.1%}" if traces.sum() > 0 else "-"
+        share = f"{traces[place] / whole:.1%}" if whole > 0 else "-"
         lines.append(f"{share:>8}  {names[place]}")
     return lines
 
 
 def _cell(found: dict, quantity: str, i: int) -> str:
-    value, interval = found[quantity][i], found[f"{quantity}_ci95"][i]
-    if value is None:
-        return "-"
-    if interval is None:
-        return f"{value:.4g}"
+    return value_text(found[quantity][i], found[f"{quantity}_ci95"][i])
+
+
+def value_text(value: float | None, interval: Sequence[float] | None) -> str:
+    """``"33.61 [25.44, 42.2]"``, without an interval the value alone, without a value ``"-"``."""
+    if value is None or interval is None:
+        return "-" if value is None else f"{value:.4g}"
     low, high = (0.0 if abs(end) < 1e-12 * abs(value) else end for end in interval)  # rounding of a sum that is 0
     return f"{value:.4g} [{low:.4g}, {high:.4g}]"

@@ -25,16 +25,16 @@ def nucleus(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     """
     rows = logits.reshape(-1, logits.shape[-1])
     parts = rows.split(max(1, SLICE // rows.shape[-1]))
-    return torch.cat([_nucleus(part, top_p) for part in parts]).view(logits.shape)
+    return torch.cat([_nucleus(part, top_p, FIRST) for part in parts]).view(logits.shape)
 
 
-def _nucleus(rows: torch.Tensor, top_p: float, first: tuple[int, ...] | None = None) -> torch.Tensor:
+def _nucleus(rows: torch.Tensor, top_p: float, first: tuple[int, ...]) -> torch.Tensor:
     if rows.device.type != "cpu":  # a GPU sorts fast, and asking which rows are undecided would make the host wait
         return _nucleus_by_sort(rows, top_p)
     kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
     undecided = torch.arange(len(rows))
     log_total = rows.logsumexp(-1, keepdim=True)
-    for k in FIRST if first is None else first:
+    for k in first:
         if 4 * k > rows.shape[1] or len(undecided) == 0:
             break
         part = rows if len(undecided) == len(rows) else rows[undecided]

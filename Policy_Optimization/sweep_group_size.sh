@@ -83,7 +83,7 @@ for ((i = 0; i < ${#todo[@]}; i += 3)); do
   fi
 done
 if ((dry_run)); then
-  echo "all $((${#todo[@]} / 3)) runs can start; shown is the first"
+  ((${#todo[@]} == 0)) || echo "all $((${#todo[@]} / 3)) runs can start; shown is the first"
   exit 0
 fi
 

@@ -30,9 +30,14 @@ def describe(results: dict) -> str:
     return describe_each([results])[0]
 
 
+def unescaped(results: dict) -> str:
+    """``describe`` for text that matplotlib does not draw: no dollar sign is escaped."""
+    return describe(results).replace(r"\$", "$")
+
+
 def in_one_line(results: dict, otherwise: str) -> str:
-    """``describe`` for a heading, nothing escaped: ``"tiny_model (temperature 1, top_p 0.95)"``; else ``otherwise``."""
-    model, _, law = describe(results).replace(r"\$", "$").partition("\n")
+    """``unescaped`` for a heading: ``"tiny_model (temperature 1, top_p 0.95)"``; else ``otherwise``."""
+    model, _, law = unescaped(results).partition("\n")
     return f"{model} ({law})" if law else model or otherwise
 
 

@@ -39,11 +39,11 @@ def execute(environment: Mapping[str, str], folder: Path = NOTEBOOK.parent):
     kernel starts. Raises UserError where a cell does, and nbclient's CellExecutionError where one fails otherwise.
     """
     import nbformat
-    from tqdm import tqdm
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import KernelManager
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError
+    from tqdm import tqdm
 
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     with tempfile.TemporaryDirectory(prefix="report-") as private:

@@ -16,7 +16,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from Gradient_evaluation.cli import UserError
-from plots.describe import describe
+from plots.describe import unescaped
 from plots.measurement import Measurement
 from plots.plot_training import plot_training
 from plots.style import new_figure
@@ -92,7 +92,7 @@ def _about(draw: Callable) -> str:
 def print_summary(measured: Measurement) -> None:
     """Model, law, sizes and the best group size in a few lines, and what of them is missing."""
     results = measured.results
-    print(describe(results).replace(r"\$", "$") or measured.label)
+    print(unescaped(results) or measured.label)
     print(", ".join(f"{results[f'n_{what}']:,} {what}" for what in ("prompts", "continuations") if results.get(f"n_{what}"))
           or "the number of prompts is not in the results")  # fmt: skip
     print(group_size_in_words(results.get("group_size_law")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from Gradient_evaluation.tracecov_results import value_text
 from plots.plot_tracecov import FLOOR, PUBLISHED, curve_of
 from plots.style import CURVES, name_of
 
@@ -33,9 +34,7 @@ def mse_by_estimator(results: dict) -> list[tuple[str, Sequence, Sequence]]:
 
 
 def _cell(value: float | None, interval: Sequence | None) -> str:
-    if value is None:
-        return "<td>-</td>"
-    return f"<td>{value:.4g}" + ("" if interval is None else "<br>[{:.4g}, {:.4g}]".format(*interval)) + "</td>"
+    return f"<td>{value_text(value, interval).replace(' [', '<br>[')}</td>"
 
 
 def group_size_in_words(law: dict | None) -> str:

@@ -1,6 +1,6 @@
 """What a measurement costs, against what people run today: one command, one table, a JSON file and a plot.
 
-    .venv/bin/python tests/bench.py                       # everything: about an hour on two idle cores
+    .venv/bin/python tests/bench.py                       # everything: one to two hours on two idle cores
     .venv/bin/python tests/bench.py --model tiny          # minutes
     .venv/bin/python tests/bench.py --parts sampling gram --prompts zero_shot --repeats 3
     .venv/bin/python tests/bench.py --plot                # only the plot of a bench.json that is there

@@ -17,6 +17,7 @@ from plots.make_report import NOTEBOOK, execute, main, to_html
 from plots.notebook import picture, setting, settings
 from plots.report_page import sections_of
 from plots.style import new_figure
+from Gradient_evaluation.tracecov_results import value_text
 from plots.summary import group_size_in_words, mse_by_estimator, mse_table
 from test_plot_layers import deep
 from test_plot_tracecov import results as made_up
@@ -191,6 +192,15 @@ def test_the_table_of_other_estimators_and_of_older_results():
     old = mse_by_estimator(made_up(best_baseline=None))
     assert old == [(name, made_up()["conditional_on_x"][name], made_up()["conditional_on_x_ci95"][name])
                    for name in ("naive", "grpo", "oracleV")]  # fmt: skip
+
+
+def test_the_table_prints_what_the_run_prints_an_end_that_is_rounding_of_0_too():
+    for value, interval, text in ((2.0, [-1e-15, 3.25], "2 [0, 3.25]"), (2.0, [-0.5, 3.0], "2 [-0.5, 3]"),
+                                  (2.0, None, "2"), (None, None, "-")):  # fmt: skip
+        made = {"K_list": [4], "estimators": {"grpo": {"mse": [value], "mse_ci95": [interval]},
+                                              "naive": {"mse": [1.0], "mse_ci95": [None]}}}  # fmt: skip
+        assert value_text(value, interval) == text
+        assert value is None or f"<td>{text.replace(' [', '<br>[')}</td>" in mse_table(made)
 
 
 @pytest.mark.parametrize("law, words", [

@@ -8,6 +8,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from Gradient_evaluation import thin_products, vocabulary
 from Gradient_evaluation.growing_cache import GrowingLayer, let_grow
+from Gradient_evaluation.replaced_forward import replaced_forward
 from Gradient_evaluation.sampling import (SamplingLaw, eos_token_ids, kept_tokens, log_probs, sample_continuations,
                                           uniforms)
 
@@ -205,6 +206,18 @@ def test_a_thin_product_is_the_layer_and_leaves_no_trace(monkeypatch, bias, rows
             found = model(x)
     torch.testing.assert_close(found, expected)
     assert "forward" not in vars(model[0])
+
+
+def test_a_replaced_forward_gives_way_to_what_was_there_even_after_an_error():
+    layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    wrapper = layers[1].forward = lambda x: 7 * x  # another library's
+    x = torch.ones(1, 2)
+    expected = [layer(x) for layer in layers]
+    with pytest.raises(ZeroDivisionError), replaced_forward(layers, lambda layer, plain: lambda x: -plain(x)):
+        assert all((layer(x) == -value).all() for layer, value in zip(layers, expected))
+        raise ZeroDivisionError
+    assert "forward" not in vars(layers[0]) and vars(layers[1])["forward"] is wrapper
+    assert all((layer(x) == value).all() for layer, value in zip(layers, expected))
 
 
 def test_no_rounding_draws_a_token_of_probability_zero():
