@@ -167,6 +167,8 @@ def peak_of(kind: str, args) -> None:
         if work == "published":
             traces = RunningTraces(subject.model)
             traces.add(subject.prompt_ids, continuations, z, 0.5, LAW)
+        elif work == "forward_backward":  # what bounds both from below: the activations and one gradient
+            ordinary_passes(subject.model, subject.prompt_ids, continuations, LAW, 1)
         else:
             grams.block(subject.prompt_ids, continuations)
     print(json.dumps({"bytes": peak.bytes}))
@@ -176,7 +178,7 @@ def memory(name: str, prompt_kind: str, args) -> dict:
     """Peak bytes beyond the loaded model, each in a fresh process."""
     found = {}
     for size in args.blocks:
-        for work in ("block", "checkpointed", "published"):
+        for work in ("block", "checkpointed", "forward_backward", "published"):
             found[f"{work}:{size}"] = peak_memory(["--model", name, "--prompts", prompt_kind, "--dtype", args.dtype,
                                                    "--device", args.device, "--peak", f"{work}:{size}"])
     return found
