@@ -20,28 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
-
-if __name__ == "__main__":
-    one_line_while_importing()
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
-from Gradient_evaluation.durable_files import append_row  # noqa: E402
-from Gradient_evaluation.flags import add_shared_flags, law_of, law_record, tokenised  # noqa: E402
-from Gradient_evaluation.memory import Batch, keep_freed_memory, limited_memory  # noqa: E402
-from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer, model_label, resolve_dtype,  # noqa: E402
-                                        warn_of_risks, weights_digest)
-from Gradient_evaluation.processes import Processes  # noqa: E402
-from Gradient_evaluation.progress import Progress  # noqa: E402
-from Gradient_evaluation.run_files import (check_fingerprint, check_same_weights, continue_table, finite_at,  # noqa: E402
-                                           only_writer, output_folder, part_of, remove_table, saved_on_interrupt,
-                                           write_table)
-from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
-from Gradient_evaluation.tables import Row, check_ground_truths, load_dataset_rows  # noqa: E402
-from Gradient_evaluation.utils import REWARDS  # noqa: E402
+from Gradient_evaluation.cli import Parser, integer, one_line_while_importing, run  # noqa: E402
+from Gradient_evaluation.flags import add_shared_flags  # noqa: E402
 
 
 def parse_args():
@@ -53,6 +33,28 @@ def parse_args():
     parser.add_argument("--batch_size", type=integer(1), default=128, help="continuations at a time (%(default)s)")
     parser.add_argument("--out_dir", default="outputs/oracle", help="folder of the table (%(default)s)")
     return parser.parse_args()
+
+
+if __name__ == "__main__":
+    one_line_while_importing()
+    parse_args()  # a wrong flag is refused now, before the libraries below, which take seconds to import
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from Gradient_evaluation.durable_files import append_row  # noqa: E402
+from Gradient_evaluation.law_and_prompts import law_of, law_record, tokenised  # noqa: E402
+from Gradient_evaluation.memory import Batch, tune_allocator, limited_memory  # noqa: E402
+from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer, model_label, resolve_dtype,  # noqa: E402
+                                        warn_of_risks, weights_digest)
+from Gradient_evaluation.processes import Processes  # noqa: E402
+from Gradient_evaluation.progress import Progress  # noqa: E402
+from Gradient_evaluation.run_files import (check_fingerprint, check_same_weights, continue_table, finite_at,  # noqa: E402
+                                           only_writer, output_folder, part_of, remove_table, saved_on_interrupt,
+                                           write_table)
+from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
+from Gradient_evaluation.tables import Row, check_ground_truths, load_dataset_rows  # noqa: E402
+from Gradient_evaluation.utils import REWARDS  # noqa: E402
 
 
 class Plan(NamedTuple):
@@ -107,7 +109,7 @@ def begin(plan: Plan, args, fingerprints: list[str]) -> None:
 def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> None:
     """Measure what the plan leaves to do, this process its share of it; every row is on disk once it is done."""
     tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
-    keep_freed_memory(processes.device)
+    tune_allocator(processes.device)
     model = load_model(args.model, args.revision, processes.device, dtype, args.trust_remote_code)
     weights = {"model_fingerprint": fingerprint(model), "weights_digest": weights_digest(args.model, args.revision)}
     fingerprints = processes.gather(weights["model_fingerprint"])

@@ -24,6 +24,7 @@ import torch
 from Gradient_evaluation.cli import UserError
 
 GIB = 2**30
+LARGE = 2**22  # bytes
 Result = TypeVar("Result")
 
 
@@ -67,15 +68,16 @@ class Batch:
             torch.cuda.empty_cache()
 
 
-def keep_freed_memory(device: torch.device) -> None:
-    """On a CPU, let the C library keep what is freed for what comes next, instead of giving it back to the system.
+def tune_allocator(device: torch.device) -> None:
+    """On a CPU, let the C library give large temporaries back at once and keep small ones for what comes next.
 
-    A block frees and asks for the same tens of megabytes a thousand times, and each time the system would hand them out
-    page by page. glibc alone knows the two settings (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD); elsewhere nothing happens.
+    A block frees and asks for the same pieces a thousand times. Large ones, aligned as torch wants them, seldom fit into
+    the holes they left: a heap of them grew to twice what was in use. Small ones are cheaper kept than asked for again.
+    glibc alone knows the two settings (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD); elsewhere nothing happens.
     """
     if device.type == "cpu":
-        _libc_call("mallopt", -3, 2**30)
-        _libc_call("mallopt", -1, 2**31 - 1)
+        _libc_call("mallopt", -3, LARGE)
+        _libc_call("mallopt", -1, 2**30)
 
 
 def _libc_call(name: str, *arguments: int) -> None:

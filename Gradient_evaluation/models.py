@@ -16,12 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.flags import DTYPES
 from Gradient_evaluation.memory import is_out_of_memory
 
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*vocab*.json", "*.tiktoken", "tekken.json", "*.py")
 NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "name_or_path")
-DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-          "float16": torch.float16, "fp16": torch.float16, "float64": torch.float64}
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
@@ -51,7 +50,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     """``auto`` is bfloat16 on CUDA and float32 elsewhere."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
-    return DTYPES[name]
+    return getattr(torch, DTYPES[name])
 
 
 def model_label(model: str) -> str:
@@ -69,6 +68,7 @@ def load_tokenizer(model: str, revision: str | None, trust_remote_code: bool = F
         raise UserError(f"--model {model}: has no tokenizer file (tokenizer.json or the like); save the tokenizer there")
     with quiet_libraries():
         try:
+            _say_that_the_hub_is_asked(source, revision)
             return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
         except Exception as error:  # a damaged file raises whatever its reader happens to
             raise UserError(f"--model {model}: cannot load its tokenizer ({_reason(error)})") from None
@@ -255,6 +255,12 @@ def _refuse_missing_folder(model: str) -> None:
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
     if looks_local and not Path(model).is_dir():
         raise UserError(f"--model {model}: there is no such folder")
+
+
+def _say_that_the_hub_is_asked(model: str, revision: str | None) -> None:
+    if not Path(model).is_dir() and not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
+        print(f"{model}: no folder here and not downloaded before, asking the Hugging Face hub (about a minute to give up "
+              "without a network)", file=sys.stderr)
 
 
 def _reason(error: Exception) -> str:

@@ -25,35 +25,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
+from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, one_line_while_importing, run  # noqa: E402
 
 if __name__ == "__main__":
     one_line_while_importing()
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+from Gradient_evaluation.estimator_table import DEFAULT, ESTIMATORS, resolve  # noqa: E402
+from Gradient_evaluation.flags import GRAM_DTYPES, add_shared_flags  # noqa: E402
 
-from Gradient_evaluation import estimators, gram_store, group_size_report  # noqa: E402
-from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, run  # noqa: E402
-from Gradient_evaluation.durable_files import write_json  # noqa: E402
-from Gradient_evaluation.estimator_table import DEFAULT, ESTIMATORS  # noqa: E402
-from Gradient_evaluation.flags import add_shared_flags, law_of, law_record, tokenised  # noqa: E402
-from Gradient_evaluation.memory import keep_freed_memory, limited_memory  # noqa: E402
-from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer, model_label, resolve_dtype,  # noqa: E402
-                                        warn_of_risks, weights_digest)
-from Gradient_evaluation.processes import Processes  # noqa: E402
-from Gradient_evaluation.progress import Progress  # noqa: E402
-from Gradient_evaluation.prompt_measurement import Measurement, block_sizes, planned_block_size  # noqa: E402
-from Gradient_evaluation.run_files import (CHECKS, IDENTITY, check_fingerprint, check_identity, check_same_weights,  # noqa: E402
-                                           finite_at, only_writer, output_folder, read_checks, read_identity, refuse_difference,
-                                           saved_on_interrupt)
-from Gradient_evaluation.score_gram import GRAM_DTYPES, ScoreGram  # noqa: E402
-from Gradient_evaluation.sketch_weights import sketched_names  # noqa: E402
-from Gradient_evaluation.tables import Row, check_ground_truths, check_law, load_oracle_table  # noqa: E402
-from Gradient_evaluation.tracecov_results import (finished_results, report, results_path, versions,  # noqa: E402
-                                                  write_results)
-from plots.plot_tracecov import plot_tracecov  # noqa: E402
-from plots.style import save_figure  # noqa: E402
+# The flags that --from_grams heeds; every other one says how Grams are made.
+WITH_FROM_GRAMS = ("--from_grams", "--K_list", "--estimators", "--budget", "--save_json", "--plot_path", "--skip_plot", "--quiet")
+# Flags that decide how Grams are cut and which prompts there are; run.json keeps them, for messages and --from_grams.
+KEPT = ("T", "M", "K_list", "block_size", "estimators")
 
 
 def parse_args():
@@ -71,7 +54,7 @@ def parse_args():
                         help="continuations per Gram, at least 4; less takes less memory (max(K_list), twice that for some "
                              "--estimators)")
     parser.add_argument("--gram_memory", type=integer(1), default=64, help="MiB of a temporary in a Gram (%(default)s)")
-    parser.add_argument("--gram_dtype", choices=list(GRAM_DTYPES), default="float32",
+    parser.add_argument("--gram_dtype", choices=GRAM_DTYPES, default="float32",
                         help="of the products in a Gram; bfloat16 is faster where the hardware has it (%(default)s)")
     parser.add_argument("--estimators", nargs="+", default=[], metavar="NAME",
                         help=f"more estimators to compare: {', '.join(ESTIMATORS)}; all for every one")
@@ -92,11 +75,15 @@ def parse_args():
     parser.add_argument("--plot_path", help="folder of the figure (that of --save_json)")
     parser.add_argument("--skip_plot", action="store_true", help="no figure")
     args = parser.parse_args()
+    without_effect = [flag for flag in parser.given() if flag not in WITH_FROM_GRAMS]
+    if args.from_grams and without_effect:
+        parser.error(f"{', '.join(without_effect)}: no effect with --from_grams, which takes what made the Grams from "
+                     f"{args.from_grams}/run.json; leave out")
     args.K_list = group_sizes(args.K_list)
     args.plot_path = args.plot_path or args.save_json
     try:
         names = ESTIMATORS if args.estimators == ["all"] else args.estimators
-        args.estimators = [name for name in estimators.resolve(names) if name not in DEFAULT]
+        args.estimators = [name for name in resolve(names) if name not in DEFAULT]
     except ValueError as error:
         parser.error(f"--estimators: {error}")
     try:
@@ -108,6 +95,38 @@ def parse_args():
     if not (args.oracle_table or args.from_grams):
         parser.error("give --oracle_table (from calculate_oracle_v.py) or --from_grams")
     return args
+
+
+if __name__ == "__main__":
+    parse_args()  # a wrong flag is refused now, before the libraries below, which take seconds to import
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from Gradient_evaluation import gram_store, group_size_report  # noqa: E402
+from Gradient_evaluation.durable_files import write_json  # noqa: E402
+from Gradient_evaluation.law_and_prompts import law_of, law_record, tokenised  # noqa: E402
+from Gradient_evaluation.memory import tune_allocator, limited_memory  # noqa: E402
+from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer, model_label, resolve_dtype,  # noqa: E402
+                                        warn_of_risks, weights_digest)
+from Gradient_evaluation.processes import Processes  # noqa: E402
+from Gradient_evaluation.progress import Progress  # noqa: E402
+from Gradient_evaluation.prompt_measurement import Measurement, block_sizes, planned_block_size  # noqa: E402
+from Gradient_evaluation.run_files import (CHECKS, IDENTITY, check_fingerprint, check_identity, check_same_weights,  # noqa: E402
+                                           finite_at, only_writer, output_folder, read_checks, read_identity, refuse_difference,
+                                           saved_on_interrupt)
+from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
+from Gradient_evaluation.sketch_weights import sketched_names  # noqa: E402
+from Gradient_evaluation.tables import Row, check_ground_truths, check_law, load_oracle_table  # noqa: E402
+from Gradient_evaluation.tracecov_results import (finished_results, report, results_path, versions,  # noqa: E402
+                                                  write_results)
+from plots.plot_tracecov import plot_tracecov  # noqa: E402
+from plots.style import save_figure  # noqa: E402
+
+
+def kept_flags(args) -> dict:
+    """What run.json keeps of the flags beside the identity."""
+    return {name: getattr(args, name) for name in KEPT}
 
 
 class Plan(NamedTuple):
@@ -157,7 +176,7 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     if args.overwrite:
         todo = chosen
     elif (grams / IDENTITY).exists():
-        refuse_difference(str(grams / IDENTITY), read_identity(grams / IDENTITY), identity)
+        refuse_difference(str(grams / IDENTITY), read_identity(grams / IDENTITY), identity, kept_flags(args))
     return Plan(grams, identity, chosen, todo, n_long)
 
 
@@ -177,13 +196,13 @@ def begin(plan: Plan, args, fingerprints: list[str]) -> None:
                           "make the table again, or pass --allow_mismatch")
     about_weights = {"model_fingerprint": model_fingerprint, "weights_digest": weights_digest(args.model, args.revision)}
     check_identity(plan.grams / IDENTITY, {**plan.identity, "model_fingerprint": model_fingerprint},
-                   {**plan.identity, **about_weights}, args.overwrite)
+                   {**plan.identity, **about_weights, "flags": kept_flags(args)}, args.overwrite, kept_flags(args))
 
 
 def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> None:
     """Measure what the plan leaves to do, this process its share of it; every Gram is on disk once it is done."""
     tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
-    keep_freed_memory(processes.device)
+    tune_allocator(processes.device)
     model = load_model(args.model, args.revision, processes.device, dtype, args.trust_remote_code)
     fingerprints = processes.gather(fingerprint(model))
     processes.from_first(begin, plan, args, fingerprints)
@@ -224,8 +243,10 @@ def recompute(args) -> None:
     if not args.skip_plot:
         output_folder(args.plot_path)
     with only_writer(folder / "grams"):
-        # What made the Grams goes into the config, not this call's defaults.
-        config = {name: identity.get(name, value) for name, value in vars(args).items()}
+        # Into the config goes what made the Grams, null where that is not known, and never this call's defaults.
+        made, heeded = {**identity.get("flags", {}), **identity}, {flag.lstrip("-") for flag in WITH_FROM_GRAMS}
+        config = {name: value if name in heeded else made.get(name) for name, value in vars(args).items()}
+        args.seed = made.get("seed", args.seed)  # of the bootstrap: the same intervals as the run that made the Grams
         try:
             finish(args, gram_store.load_all(grams), config, identity, read_checks(grams), started)
         except ValueError as error:  # records of different runs in one folder do not fit each other

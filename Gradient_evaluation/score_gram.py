@@ -29,14 +29,13 @@ from Gradient_evaluation.checkpointing import check_checkpointable, checkpointed
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.gradient_sketch import GradientSketch
 from Gradient_evaluation.gram_capture import GramCapture
+from Gradient_evaluation.prompt_activations import prompt_kept_once
 from Gradient_evaluation.prompt_sharing import shared_prompt
 from Gradient_evaluation.sampling import Continuation, SamplingLaw, log_probs
 
 # Relative error allowed between w^T Q w and an ordinary backward, by the model's dtype (some models compute
 # their norms in float32 whatever their dtype, so float64 is held to 1e-6 only).
 AUDIT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
-# float32: that or the model's own dtype where it is wider. bfloat16: rounded once per product, summed in float32.
-GRAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class ScoreGram:
     evaluation (full softmax at temperature 1, end-of-sequence left out). budget: bytes of a temporary while a
     layer is contracted. sketch_dim: k of gradient_sketch.py, 0 for none. gradient_checkpointing: keep one
     activation per layer and run every layer again in the backward pass (the same Gram, less memory, more time).
-    gram_dtype: of the products of a Linear layer's inputs and gradients, a key of GRAM_DTYPES.
+    gram_dtype: of the products of a Linear layer's inputs and gradients, one of flags.GRAM_DTYPES.
     Raises UserError when no parameter is chosen or the model's layers cannot be checkpointed.
     """
 
@@ -72,7 +71,8 @@ class ScoreGram:
         self.law = law if scoring == "exact" else SamplingLaw()
         self.score_eos = scoring == "exact"
         self.budget = budget
-        self.gram_dtype = GRAM_DTYPES[gram_dtype]
+        # None: float32, or the model's own dtype where it is wider; bfloat16: rounded once per product, summed in float32
+        self.gram_dtype = None if gram_dtype == "float32" else getattr(torch, gram_dtype)
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             check_checkpointable(model)
@@ -182,9 +182,10 @@ class ScoreGram:
         size, prompt = len(continuations), len(prompt_ids)
         capture = GramCapture(self.model, self.parameters, size, prompt, longest, self.budget, sketch, weights,
                               self.gram_dtype)
-        shared = shared_prompt(self.model, size, prompt + longest - 1, prompt)
-        with capture, shared, torch.enable_grad():
-            values = self._log_probs(prompt_ids, continuations)
+        length = prompt + longest - 1
+        with capture, shared_prompt(self.model, size, length, prompt), torch.enable_grad():
+            with prompt_kept_once(size, length, prompt):
+                values = self._log_probs(prompt_ids, continuations)
             if values.requires_grad:
                 capture.backward(values.sum())
         grams = capture.finish()

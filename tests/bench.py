@@ -29,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from data.make_arithmetic import make_problems  # noqa: E402
 from Gradient_evaluation import estimators  # noqa: E402
 from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
-from Gradient_evaluation.memory import keep_freed_memory  # noqa: E402
+from Gradient_evaluation.memory import tune_allocator  # noqa: E402
 from Gradient_evaluation.models import load_model, load_tokenizer, resolve_device, resolve_dtype  # noqa: E402
 from Gradient_evaluation.sampling import SamplingLaw, eos_token_ids, sample_continuations, uniforms  # noqa: E402
 from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
@@ -69,7 +69,7 @@ class Subject:
 
     def __init__(self, name: str, prompt_kind: str, args):
         self.device = resolve_device(args.device)
-        keep_freed_memory(self.device)
+        tune_allocator(self.device)
         folder = str(ROOT / "data" / "tiny_model" if name == "tiny" else smollm2())
         self.tokenizer = load_tokenizer(folder, None)
         self.model = load_model(folder, None, self.device, resolve_dtype(args.dtype, self.device))

