@@ -30,6 +30,11 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
+    def given(self) -> list[str]:
+        """The flags that stand on the command line, in the parser's order; what a default decides is not among them."""
+        written = {argument.partition("=")[0] for argument in sys.argv[1:]}
+        return [action.option_strings[0] for action in self._actions if written & set(action.option_strings)]
+
 
 def run(main: Callable[[], None]) -> None:
     """Call ``main``; a UserError becomes one line on stderr and exit code 2, Ctrl-C one line and 130."""
@@ -51,9 +56,10 @@ def run(main: Callable[[], None]) -> None:
 
 
 def one_line_while_importing() -> None:
-    """Until ``run``, end this process with one line where Ctrl-C is pressed or a library is not installed.
+    """Until ``run``, end this process with one line at a UserError, at Ctrl-C, or where a library is not installed.
 
-    The libraries take seconds to import, and are all in the environment that ``make`` sets up.
+    The libraries take seconds to import, and are all in the environment that ``make`` sets up. A script reads its flags
+    before them, so that what is wrong with these is said at once.
     """
 
     def end(line: str, code: int) -> None:
@@ -61,14 +67,16 @@ def one_line_while_importing() -> None:
         sys.stderr.flush()
         os._exit(code)
 
-    def missing(kind, error, traceback) -> None:
+    def in_one_line(kind, error, traceback) -> None:
+        if issubclass(kind, UserError):
+            end(f"error: {' '.join(str(error).split())}", 2)
         if issubclass(kind, ModuleNotFoundError) and error.name and error.name.partition(".")[0] not in OURS:
             end(f"error: {sys.executable} has no package {error.name.partition('.')[0]}; activate the environment "
                 "(make demo or make test sets up .venv: . .venv/bin/activate), or pip install -r requirements.txt", 2)
         sys.__excepthook__(kind, error, traceback)
 
     signal.signal(signal.SIGINT, lambda *_: end("interrupted; nothing was being measured yet", 130))
-    sys.excepthook = missing
+    sys.excepthook = in_one_line
 
 
 def integer(minimum: int) -> Callable[[str], int]:

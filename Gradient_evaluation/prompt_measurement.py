@@ -8,8 +8,8 @@ import numpy as np
 
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.estimator_table import group_rules
-from Gradient_evaluation.flags import law_of
 from Gradient_evaluation.gram_store import GramRecord
+from Gradient_evaluation.law_and_prompts import law_of
 from Gradient_evaluation.layer_traces import layer_moments
 from Gradient_evaluation.memory import Batch
 from Gradient_evaluation.sampling import Continuation, sample_continuations, uniforms

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,7 @@ def _saved_dataset_records(folder: Path, split: str) -> Iterator[Record]:
 def _hub_records(source: str, split: str, revision: str | None) -> Iterator[Record]:
     import datasets
 
+    print(f"{source}: no file or folder here, asking the Hugging Face hub", file=sys.stderr)
     try:
         data = datasets.load_dataset(source, split=split, revision=revision)
     except Exception as error:  # network, hub and builder errors are of many unrelated types

@@ -24,10 +24,11 @@ from Gradient_evaluation.tables import Row, oracle_row
 
 
 IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
-# What of a run's identity is no flag by its own name.
-FROM_FLAGS = {"block_sizes": "--M, --K_list, --block_size and --estimators", "sketched": "--estimators", "sketched_at": "--K_list",
-              "greedy": "--estimators", "prompt_format": "the tokenizer and chat template of --model",
-              "model_fingerprint": "the weights and config of --model"}
+# What of a run's identity is no flag by its own name: the flags it comes from, or what else.
+FROM_FLAGS = {"block_sizes": ("M", "K_list", "block_size", "estimators"), "sketched": ("estimators",), "greedy": ("estimators",),
+              "sketched_at": ("K_list",)}
+FROM_ELSEWHERE = {"prompt_format": "the tokenizer and chat template of --model",
+                  "model_fingerprint": "the weights and config of --model"}
 
 
 def output_folder(path: str | Path) -> Path:
@@ -164,13 +165,38 @@ def write_table(table: Path, finished: dict[int, dict], rows: Sequence[Row]) -> 
         part.unlink()
 
 
-def refuse_difference(where: str, found: dict, identity: dict) -> None:
-    """Raise UserError naming the first entry of the identity in which what was found differs."""
+def refuse_difference(where: str, found: dict, identity: dict, flags: dict | None = None) -> None:
+    """Raise UserError naming the first entry of the identity in which what was found differs.
+
+    flags: {name: value} of this run's flags that ``FROM_FLAGS`` names, to compare with those kept in ``found``.
+    """
     for name, value in identity.items():
         if found.get(name) != value:
-            flags = f" (from {FROM_FLAGS[name]})" if name in FROM_FLAGS else ""
-            raise UserError(f"{where}: made with {name} = {found.get(name)!r}, this run has {value!r}{flags}; use the same, "
-                            "pass --overwrite to start afresh, or choose another output folder")
+            then, now = _difference(name, found, value, flags or {})
+            raise UserError(f"{where}: made with {then}, this run has {now}; use the same, pass --overwrite to start afresh, "
+                            "or choose another output folder")
+
+
+def _difference(name: str, found: dict, value: Any, flags: dict) -> tuple[str, str]:
+    """An entry that differs as it was and as it is: by the flags that decide it where both runs' are known."""
+    kept = found.get("flags") if isinstance(found.get("flags"), dict) else {}
+    differing = [flag for flag in FROM_FLAGS.get(name, ()) if flag in kept and flag in flags
+                 and _deciding(flag, kept[flag]) != _deciding(flag, flags[flag])]
+    if differing:
+        return tuple(" ".join(_as_typed(flag, values[flag]) for flag in differing) for values in (kept, flags))
+    source = FROM_ELSEWHERE.get(name) or ", ".join(f"--{flag}" for flag in FROM_FLAGS.get(name, ()))
+    return f"{name} = {found.get(name)!r}", f"{value!r}" + (f" (from {source})" if source else "")
+
+
+def _deciding(flag: str, value: Any) -> Any:
+    """The part of a flag's value that decides how Grams are made: of the group sizes, the largest."""
+    return max(value, default=None) if flag == "K_list" and isinstance(value, list) else value
+
+
+def _as_typed(flag: str, value: Any) -> str:
+    if value is None or value == []:
+        return f"no --{flag}"
+    return f"--{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
 def check_fingerprint(rows: Iterable[dict], fingerprint: str, path: str | Path, fix: str) -> None:
@@ -188,14 +214,15 @@ def check_same_weights(fingerprints: Sequence[str]) -> None:
                         f"{', '.join(sorted(set(fingerprints)))}); give every machine the same --model")
 
 
-def check_identity(path: Path, identity: dict, record: dict, overwrite: bool) -> None:
+def check_identity(path: Path, identity: dict, record: dict, overwrite: bool, flags: dict) -> None:
     """Write a run's ``record`` beside its Gram files, or compare the one there with ``identity``, a part of it.
 
     A different one is a UserError, and so are Gram files without an identity. With ``overwrite`` they go first.
+    flags: as in ``refuse_difference``.
     """
     if path.exists() and not overwrite:
         found = read_identity(path)
-        refuse_difference(str(path), found, identity)
+        refuse_difference(str(path), found, identity, flags)
         if found != record:
             write_json(path, record)
         return

@@ -77,8 +77,27 @@ def write_results(args, records: Iterable, about: dict, label: str, gen_bs: int 
         rows = [{**row, "K": K, "trace_cov": {name: column[i] for name, column in columns.items()}}
                 for i, row in enumerate(notes.table)]
         write_json(detailed_path(folder, label, K), rows)
+    if not args.overwrite and (lost := replaced(results_path(folder, label), results)):
+        print(f"note: {lost}", file=sys.stderr)
     write_json(results_path(folder, label), results)
     return results
+
+
+def replaced(path: Path, results: dict) -> str | None:
+    """What the results at ``path`` have that ``results``, which will stand in their place, lack, in a line; None: nothing."""
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        sizes = [K for K in before["K_list"] if K not in results["K_list"]]
+        names = [name for name in before["estimators"] if name not in results["estimators"]]
+        n_prompts = before["n_prompts"] if before["n_prompts"] > results["n_prompts"] else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    lost = [f"{n_prompts} prompts, where these have {results['n_prompts']}"] * bool(n_prompts)
+    lost += [f"K = {', '.join(map(str, sizes))}"] * bool(sizes) + [f"the estimators {', '.join(names)}"] * bool(names)
+    if not lost:
+        return None
+    return (f"{path} is replaced: before, it had {' and '.join(lost)}. Their Grams stay, so the command that made it, given "
+            "again, brings it back in moments; for both, use another --save_json with --from_grams")
 
 
 NOT_IN_RESULTS = ("device", "gen_bs", "gram_memory", "max_memory", "quiet", "plot_path", "skip_plot", "save_json",
@@ -179,7 +198,9 @@ def _other_estimators(results: dict) -> list[str]:
         lines.append(f"  {name}: {found['title']}")
         for i, K in enumerate(results["K_list"]):
             parts = [_cell(found, part, i) for part in ("mse", "signal_to_noise", "effective_group_size")]
-            lines.append(f"{K:>6}  " + " | ".join(f"{part:>30}" for part in parts))
+            each = found["continuations_per_group"][i]
+            dropped = "" if each is None or each <= K else f" | {each:.3g} continuations are sampled for a group that is kept"
+            lines.append(f"{K:>6}  " + " | ".join(f"{part:>30}" for part in parts) + dropped)
     return [*lines, ""]
 
 
