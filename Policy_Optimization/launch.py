@@ -63,8 +63,15 @@ def check_data(cfg: Any, settings: Settings) -> list[str]:
             usable += len(rows) - long
         need = cfg.data.train_batch_size if key == "train_files" else 1
         if usable < need:
-            raise UserError(f"--{name}: {usable} usable prompts, a step takes {need}; give more, or a smaller --budget")
+            step = 2 ** (usable.bit_length() - 1) if usable else 0
+            fix = f", or {verl_config.fitting_flags(cfg, step, is_by_budget(settings))}" if step else ""
+            raise UserError(f"--{name}: {usable} usable prompts, a step takes {need}; give more{fix}")
     return notes
+
+
+def is_by_budget(settings: Settings) -> bool:
+    """Whether the batches follow from --budget and --update_budget."""
+    return settings.origin["train_batch_size"] == settings.origin["mini_batch_size"] == "derived"
 
 
 def check_machine(cfg: Any, settings: Settings) -> None:
@@ -126,7 +133,7 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     notes += verl_config.check_installed()
     overrides = verl_overrides(settings)
     cfg = verl_config.compose(overrides)
-    verl_config.check_config(cfg)
+    verl_config.check_config(cfg, is_by_budget(settings))
     notes += check_data(cfg, settings)
     check_same_run(run_dir, previous, overrides, settings.allow_changes)
 

@@ -10,9 +10,11 @@ not divide, and tensor parallelism that does not fit, and it reads no reward fro
 from __future__ import annotations
 
 import contextlib
+import difflib
 import io
 import logging
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -56,6 +58,10 @@ def compose(overrides: Sequence[str]) -> Any:
             return hydra_compose("ppo_trainer", overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         reason = " ".join(f"{error} {error.__cause__ or ''}".split())
+        if unknown := re.match(r"Could not override '([^']+)'", reason):
+            near = difflib.get_close_matches(unknown[1], default_leaves(), 1)
+            raise UserError(f"{unknown[1]}: VERL has no such key" + (f"; is it {near[0]}?" if near else "")
+                            + f" (+{unknown[1]}=... adds one)") from None
         raise UserError(f"VERL's configuration: {reason[:300]}") from None
 
 
@@ -67,12 +73,12 @@ def default_leaves() -> dict[str, Any]:
     return dict(_leaves(OmegaConf.to_container(compose([]), resolve=True)))
 
 
-def check_config(cfg: Any) -> None:
-    """All checks of a composed configuration; UserError at the first fault."""
+def check_config(cfg: Any, by_budget: bool = True) -> None:
+    """All checks of a composed configuration; UserError at the first fault. by_budget: as in ``fitting_flags``."""
     check_types(cfg)
     check_reward_key(cfg)
     check_names(cfg)
-    check_batches(cfg)
+    check_batches(cfg, by_budget)
     check_devices(cfg)
     run_validate_config(cfg)
 
@@ -145,8 +151,11 @@ def check_names(cfg: Any) -> None:
             raise UserError(f"{key}={value}: unknown to VERL; use one of {', '.join(sorted(map(str, known)))}")
 
 
-def check_batches(cfg: Any) -> None:
-    """Batches are whole and positive, and each divides the next larger: micro, mini (per GPU), train."""
+def check_batches(cfg: Any, by_budget: bool = True) -> None:
+    """Batches are whole and positive, and each divides the next larger: micro, mini (per GPU), train.
+
+    What does not divide is refused with flags under which everything does. by_budget: as in ``fitting_flags``.
+    """
     actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
     counts = {
         "data.train_batch_size": cfg.data.train_batch_size,
@@ -166,29 +175,56 @@ def check_batches(cfg: Any) -> None:
     if cfg.algorithm.adv_estimator.startswith(GROUP_ESTIMATORS) and rollout.n < 2:
         raise UserError(f"actor_rollout_ref.rollout.n=1: {cfg.algorithm.adv_estimator} compares at least two")
     prompts, part = cfg.data.train_batch_size, actor.ppo_mini_batch_size
+    fix = f"; these fit: {fitting_flags(cfg, prompts, by_budget)}"
     if prompts % part:
-        raise UserError(f"--mini_batch_size {part} does not divide --train_batch_size {prompts}; unless they are given, they "
-                        "are --update_budget / G and --budget / G")
+        raise UserError(f"--mini_batch_size {part} does not divide --train_batch_size {prompts} (unless they are given, they "
+                        f"are --update_budget / G and --budget / G){fix}")
     ranks = cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes // (actor.get("ulysses_sequence_parallel_size") or 1)
     if not actor.use_dynamic_bsz:
         for name, micro, prompts in (
             ("micro_batch_size", actor.ppo_micro_batch_size_per_gpu, actor.ppo_mini_batch_size),
             ("log_prob_micro_batch_size", rollout.log_prob_micro_batch_size_per_gpu, cfg.data.train_batch_size),
         ):
-            _check_micro_batch(name, micro, prompts, rollout.n, max(ranks, 1))
+            _check_micro_batch(name, micro, prompts, rollout.n, max(ranks, 1), fix)
 
 
-def _check_micro_batch(name: str, micro: Any, prompts: int, group_size: int, ranks: int) -> None:
+def fitting_flags(cfg: Any, prompts: int, by_budget: bool = True) -> str:
+    """The launcher's flags that differ from ``cfg`` where a step takes ``prompts`` prompts and all its batches divide.
+
+    by_budget: whether the launcher derives the batches from --budget and --update_budget, and is not given them.
+    """
+    actor, rollout, size = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout, cfg.actor_rollout_ref.rollout.n
+    update = math.gcd(prompts, actor.ppo_mini_batch_size)
+    gpus = next(n for n in range(cfg.trainer.n_gpus_per_node, 0, -1) if update * size % (n * cfg.trainer.nnodes) == 0 or n == 1)
+    ranks, unit = gpus * cfg.trainer.nnodes, size if by_budget else 1
+    budgets = ("budget", "update_budget") if by_budget else ("train_batch_size", "mini_batch_size")
+    found = {
+        budgets[0]: (prompts * unit, cfg.data.train_batch_size * unit),
+        budgets[1]: (update * unit, actor.ppo_mini_batch_size * unit),
+        "gpus_per_node": (gpus, cfg.trainer.n_gpus_per_node),
+        "micro_batch_size": _divisor(actor.ppo_micro_batch_size_per_gpu, update * size // ranks),
+        "log_prob_micro_batch_size": _divisor(rollout.log_prob_micro_batch_size_per_gpu, prompts * size // ranks),
+    }
+    return " ".join(f"--{name} {value}" for name, (value, now) in found.items() if value != now)
+
+
+def _divisor(now: Any, share: int) -> tuple[Any, Any]:
+    """(the largest divisor of ``share`` up to ``now``, ``now``); a micro-batch that is none is left alone."""
+    fits = isinstance(now, int) and 0 < now and 0 < share
+    return next(n for n in range(min(now, share), 0, -1) if share % n == 0) if fits else now, now
+
+
+def _check_micro_batch(name: str, micro: Any, prompts: int, group_size: int, ranks: int, fix: str) -> None:
     if micro is None:
         return  # VERL's own check asks for it
     if not isinstance(micro, int) or micro < 1:
         raise UserError(f"--{name} {micro}: a whole number of at least 1 is expected")
     batch = f"a batch of {prompts} prompts x {group_size} continuations"
     if prompts * group_size % ranks:
-        raise UserError(f"{batch} cannot be shared among {ranks} GPUs; change --gpus_per_node, --nnodes or the batch")
+        raise UserError(f"{batch} cannot be shared among {ranks} GPUs; change --gpus_per_node, --nnodes or the batch{fix}")
     share = prompts * group_size // ranks
     if share % micro:
-        raise UserError(f"--{name} {micro} does not divide the {share} continuations of a GPU ({batch}, {ranks} GPUs)")
+        raise UserError(f"--{name} {micro} does not divide the {share} continuations of a GPU ({batch}, {ranks} GPUs){fix}")
 
 
 def check_devices(cfg: Any) -> None:

@@ -21,6 +21,7 @@ reward}, and ground_truth, so that calculate_oracle_v.py reads the same file. Se
 
 from __future__ import annotations
 
+import argparse
 import io
 import random
 import re
@@ -39,7 +40,7 @@ from tqdm import tqdm  # noqa: E402
 
 from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
 from Gradient_evaluation.durable_files import one_line_errors, write_bytes_atomic  # noqa: E402
-from Gradient_evaluation.records import Record, read_records  # noqa: E402
+from Gradient_evaluation.records import SUFFIXES, Record, read_records  # noqa: E402
 from Gradient_evaluation.tables import prompt_id, warn_on_stderr  # noqa: E402
 from Gradient_evaluation.utils import REWARDS, Messages, last_boxed, normalise_prompt  # noqa: E402
 
@@ -232,9 +233,18 @@ def to_parquet(problems: Sequence[Problem], split: str, form: Kind, data_source:
     return buffer.getvalue()
 
 
+def kind_name(text: str) -> str:
+    """An argparse type: a key of KINDS; a file in its place is answered with the whole command."""
+    if text in KINDS:
+        return text
+    if Path(text).suffix in SUFFIXES:
+        raise argparse.ArgumentTypeError(f"first what the file holds, then the file: jsonl --train {text} --val_size 100")
+    raise argparse.ArgumentTypeError(f"{text!r} is unknown; choose from {', '.join(sorted(KINDS))} (jsonl: a file of yours)")
+
+
 def parse_args(arguments: Sequence[str] | None):
-    parser = Parser(prog="prepare_parquet.py", description="Write train.parquet and val.parquet for VERL.")
-    parser.add_argument("kind", choices=sorted(KINDS), help="what the sources hold (see the head of this file)")
+    parser = Parser(prog="prepare_parquet.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", type=kind_name, metavar="KIND", help=f"what the sources hold: {', '.join(sorted(KINDS))}")
     parser.add_argument("--train", help="file, folder or hub id to train on (gsm8k and math: their hub ids)")
     parser.add_argument("--val", help="the same for validation")
     parser.add_argument("--train_split", default="train", help="split of a hub or saved data set (%(default)s)")
@@ -263,7 +273,8 @@ def load_both(options) -> dict[str, list[Problem]]:
         sources["val"] = options.val or hub
     for split, source in sources.items():
         if not source:
-            raise UserError(f"--{split}: {options.kind} has no default source; give a file, a folder or a hub id")
+            other = ", or hold out rows of --train with --val_size N" if split == "val" else ""
+            raise UserError(f"--{split}: {options.kind} has no default source; give a file, a folder or a hub id{other}")
     problems = {}
     for split, source in sources.items():
         records = read_source(source, getattr(options, f"{split}_split"), configuration if source == hub else None)

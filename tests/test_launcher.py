@@ -229,7 +229,9 @@ WITH_VERL = [
     ("reward manager under the dead key", ["reward_model.reward_manager=dapo"], "use reward.reward_manager.name"),
     ("reward file is missing", ["reward.custom_reward_function.path=/absent.py"], "VERL cannot load it"),
     ("reward function is missing", ["reward.custom_reward_function.path='{place}/reward.py'"], "VERL cannot load it"),
-    ("unknown key", ["trainer.epochs=3"], "VERL's configuration: .*epochs"),
+    ("unknown key", ["trainer.epochs=3"], r"^trainer.epochs: VERL has no such key; is it trainer.\w+\? \(\+trainer.epochs=... adds one\)$"),
+    ("misspelt key", ["data.train_batchsize=3"], "data.train_batchsize: VERL has no such key; is it data.train_batch_size"),
+    ("no override", ["train_batch_size"], "VERL's configuration: .*train_batch_size"),
     ("unknown engine", ["actor_rollout_ref.rollout.name=vlm"], "rollout.name=vlm: unknown to VERL; use one of .*vllm"),
     ("unknown logger", ["trainer.logger=[console,wand]"], "trainer.logger=wand: unknown to VERL"),
     ("unknown resume mode", ["trainer.resume_mode=always"], "resume_mode=always: unknown to VERL"),
@@ -253,6 +255,28 @@ def test_what_verl_would_take_in_silence_is_refused(faults, capsys, passed, mess
         dry_run(faults, "--", *passed)
     assert "\n" not in str(error.value) and FAKE_KEY not in str(error.value)
     assert not (faults / "run").exists()
+
+
+@pytest.mark.parametrize("rows, changes, message", [
+    (5, {}, "give more, or"),
+    (31, {"group_size": 4, "budget": None, "update_budget": None, "gpus_per_node": 8}, "give more, or"),
+    (200, {"group_size": 2, "gpus_per_node": 64, "nnodes": 1}, "these fit:"),
+    (3, {"train_batch_size": 32, "mini_batch_size": 32}, "give more, or"),
+    (1, {"group_size": 2}, "give more, or"),
+    (64, {"budget": 96, "update_budget": 128}, "these fit:"),
+    (64, {"micro_batch_size": 24}, "these fit:"),
+    (64, {"gpus_per_node": 3}, "these fit:"),
+    (64, {"train_batch_size": 24, "mini_batch_size": 16}, "these fit:"),
+])  # fmt: skip
+def test_the_flags_that_are_said_to_fit_do(place, tmp_path, capsys, rows, changes, message):
+    needs_verl()
+    problems = [Problem(row["prompt"], str(row["ground_truth"]), "") for row in make_problems(rows, seed=1)]
+    few = tmp_path / "few.parquet"
+    few.write_bytes(to_parquet(problems, "train", KINDS["arithmetic"], "arithmetic", "integer"))
+    with pytest.raises(UserError, match=message) as error:
+        dry_run(place, train_files=few, **changes)
+    dry_run(place, *str(error.value).partition(message)[2].split(), train_files=few, **changes)
+    assert "all checks passed" in capsys.readouterr().out
 
 
 def test_a_dry_run_prints_command_and_settings_and_writes_nothing(place, capsys):

@@ -177,7 +177,9 @@ def test_unusable_answers_are_dropped_by_flag_and_counted(tmp_path, capsys):
         (["jsonl", "--train", "{rows}", "--val_size", "1", "--model", "{tmp}"], "tokenizer|config"),
         (["jsonl", "--train", "{rows}", "--val_size", "1", "--out_dir", "{rows}/x"], "cannot write"),
         (["jsonl", "--train", "{rows}", "--val_size", "0"], "must be at least 1"),
-        (["poetry"], "invalid choice"),
+        (["poetry"], "'poetry' is unknown; choose from arithmetic, gsm8k, jsonl, math"),
+        (["mine.jsonl"], "first what the file holds, then the file: jsonl --train mine.jsonl --val_size"),
+        (["jsonl", "--train", "{rows}"], "--val: jsonl has no default source; .*--val_size N"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path, flags, message):
