@@ -16,16 +16,16 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from Gradient_evaluation.cli import UserError
-from plots.describe import unescaped
+from plots.describe import in_one_line
 from plots.measurement import Measurement
 from plots.plot_training import plot_training
 from plots.style import new_figure
-from plots.summary import group_size_in_words
+from plots.summary import headline
 from plots.training_logs import load_runs
 
 ROOT = Path(__file__).resolve().parents[1]
-PIXELS_PER_INCH = 200
-SHOWN_PER_INCH = 120  # on the page
+PIXELS_PER_INCH = 240
+SHOWN_PER_INCH = 150  # on the page
 
 
 def setting(name: str, default: str | None = None) -> Path | None:
@@ -89,14 +89,13 @@ def _about(draw: Callable) -> str:
     return (draw.__doc__ or "").strip().split("\n")[0].split("; returns")[0]
 
 
-def print_summary(measured: Measurement) -> None:
-    """Model, law, sizes and the best group size in a few lines, and what of them is missing."""
+def summary(measured: Measurement):
+    """Model, law, sizes and, in large letters, the best group size, as IPython HTML; what is missing is printed."""
+    from IPython.display import HTML
+
     results = measured.results
-    print(unescaped(results) or measured.label)
-    print(", ".join(f"{results[f'n_{what}']:,} {what}" for what in ("prompts", "continuations") if results.get(f"n_{what}"))
-          or "the number of prompts is not in the results")  # fmt: skip
-    print(group_size_in_words(results.get("group_size_law")))
     if isinstance(measured.grams, str):
         print(f"note: {measured.grams}")
     elif results.get("n_prompts") not in (None, len(measured.grams)):
         print(f"note: the Grams are of {len(measured.grams)} prompts, the results of {results['n_prompts']}")
+    return HTML(headline(results, in_one_line(results, measured.label)))

@@ -16,7 +16,9 @@ from plots.measurement import Measurement
 from plots.plot_tracecov import FLOOR, PUBLISHED, curve_of, sample_sizes, why_missing
 from plots.style import COLOURS, CURVES, finish, group_size_axis, name_of, new_ax, note
 
+FAIR = "signal_to_noise_per_continuation"  # groups that an estimator throws away are paid for
 QUANTITIES = {
+    FAIR: "signal-to-noise ratio per continuation sampled,\nover that of plain GRPO",
     "effective_group_size": "effective group size: the K at which\nplain GRPO has this signal-to-noise ratio",
     "mse": "MSE (squared gradient units)",
     "signal_to_noise": "signal-to-noise ratio",
@@ -107,7 +109,7 @@ def plot_any_group_size(measured: Measurement, ax=None, sizes: Sequence[int] | N
     return ax.get_figure(), ax
 
 
-def missing(measured: Measurement, quantity: str = "effective_group_size") -> list[str]:
+def missing(measured: Measurement, quantity: str = FAIR) -> list[str]:
     """One line for each reason why estimators lack this quantity: ``"opo, dapo: K=4 needs a block of ..."``."""
     by_reason: dict[str, list[str]] = {}
     for name, found in measured.compared.items():
@@ -117,25 +119,28 @@ def missing(measured: Measurement, quantity: str = "effective_group_size") -> li
     return [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
 
 
-def plot_estimators(measured: Measurement, ax=None, quantity: str = "effective_group_size"):
+def plot_estimators(measured: Measurement, ax=None, quantity: str = FAIR):
     """Every estimator at one K, best first; a line at plain GRPO; those that could not be computed are left out.
 
     quantity: a key of QUANTITIES. Filled: the estimator's target is the true gradient; open: another one, a rescaled
-    gradient say.
+    gradient say. UserError where no estimator has the quantity, or it is relative to GRPO's and GRPO has none.
     """
     known = {name: found for name, found in measured.compared.items() if found[quantity][0] is not None}
     if not known:
         raise UserError(f"no estimator has this quantity ({quantity}); see the reasons in the results file")
+    if quantity == FAIR and "grpo" not in known:
+        raise UserError("GRPO itself has no signal-to-noise ratio to compare with; see the reasons in the results file")
+    unit = known["grpo"][quantity][0] if quantity == FAIR else 1.0
     names = sorted(known, key=lambda name: known[name][quantity][0], reverse=quantity == "mse")  # the best on top
     ax = new_ax(ax, height=1.2 + 0.2 * len(names))
     for place, name in enumerate(names):
-        value, interval = known[name][quantity][0], known[name][f"{quantity}_ci95"][0] or [np.nan, np.nan]
+        value, interval = known[name][quantity][0] / unit, np.array(known[name][f"{quantity}_ci95"][0] or [np.nan] * 2) / unit
         colour = CURVES[name].colour if name in CURVES else "black"
         bars = np.maximum(0.0, np.array([[value - interval[0]], [interval[1] - value]]))
         ax.errorbar([value], [place], xerr=np.nan_to_num(bars), capsize=2, elinewidth=1, color=colour, marker="o",
                     markersize=5, markerfacecolor=colour if known[name]["target"] == "theta" else "white")  # fmt: skip
     if "grpo" in known:
-        ax.axvline(known["grpo"][quantity][0], color=CURVES["grpo"].colour, linestyle="--", linewidth=1)
+        ax.axvline(known["grpo"][quantity][0] / unit, color=CURVES["grpo"].colour, linestyle="--", linewidth=1)
     for text, filling in (("estimates the gradient", "black"), ("a rescaled gradient", "white")):
         ax.plot([], [], linestyle="", marker="o", color="black", markerfacecolor=filling, label=text)
     ax.set_yticks(range(len(names)), map(name_of, names))

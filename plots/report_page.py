@@ -6,7 +6,7 @@ import copy
 import html
 
 STYLE = """
-body { max-width: 60rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; color: #222; }
+body { max-width: 52rem; margin: 2rem auto; padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; color: #222; }
 h1 { font-size: 1.7rem; } h2 { font-size: 1.25rem; margin-top: 2.5rem; }
 img { max-width: 100%; height: auto; } pre { white-space: pre-wrap; color: #444; font-size: 14px; }
 code { background: #f2f2f2; padding: 0 0.2em; } .anchor-link, .jp-InputPrompt, .jp-OutputPrompt { display: none; }

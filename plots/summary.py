@@ -37,6 +37,19 @@ def _cell(value: float | None, interval: Sequence | None) -> str:
     return f"<td>{value_text(value, interval).replace(' [', '<br>[')}</td>"
 
 
+def headline(results: dict, title: str) -> str:
+    """What a reader wants to know first, as HTML: the best group size, then what it is of."""
+    best, _, more = group_size_in_words(results.get("group_size_law")).partition("; ")
+    counts = ", ".join(f"{results[f'n_{what}']:,} {what}" for what in ("prompts", "continuations") if results.get(f"n_{what}"))
+    lines = [more, f"measured on {title}: {counts or 'the number of prompts is not in the results'}"]
+    return (f'<p style="font-size: 1.4em; margin: 0.8em 0 0.3em">{_sentence(best)}</p>\n'
+            + "\n".join(f"<p>{_sentence(line)}</p>" for line in lines if line))
+
+
+def _sentence(text: str) -> str:
+    return f"{escape(text[:1].upper() + text[1:])}."
+
+
 def group_size_in_words(law: dict | None) -> str:
     """One line: ``"best group size to train with: G* = 5.84 [4.84, 7]; G = 4 to 10 are within 10% of ..."``.
 

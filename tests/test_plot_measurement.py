@@ -12,7 +12,7 @@ from Gradient_evaluation import estimators, gram_store
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.estimator_table import ESTIMATORS
 from plots.measurement import Scores, load_measurement
-from plots.plot_estimators import (fit_ratio_law, missing, plot_any_group_size, plot_estimators, plot_ratio,
+from plots.plot_estimators import (FAIR, fit_ratio_law, missing, plot_any_group_size, plot_estimators, plot_ratio,
                                    ratios_by_size)
 from plots.plot_prompts import difficulty, plot_prompt_traces, plot_variance_shares
 from plots.plot_scores import (best_baseline, plot_best_baselines, plot_on_policy_check, plot_score_norms,
@@ -182,27 +182,43 @@ def test_any_group_size_is_what_the_script_would_compute_from_the_grams(measured
     assert (at_three.min(), at_three.max()) == pytest.approx((low, high))
 
 
-def test_all_estimators_are_compared_although_the_results_have_the_default_ones(measured, small_run):
+@pytest.mark.parametrize("quantity", [FAIR, "effective_group_size"])
+def test_all_estimators_are_compared_although_the_results_have_the_default_ones(measured, small_run, quantity):
     assert set(measured.results["estimators"]) < set(measured.compared) == set(ESTIMATORS)
     names = list(ESTIMATORS)
     prompts = estimators.reduce_prompts(gram_store.load_all(small_run / "grams"), [4], names)
     expected = estimators.summarise(prompts, [4], names=names)["estimators"]
-    _, ax = plot_estimators(measured)
-    known = {name_of(name): each for name, each in expected.items() if each["effective_group_size"][0] is not None}
+    _, ax = plot_estimators(measured, quantity=quantity)
+    known = {name_of(name): each[quantity][0] for name, each in expected.items() if each[quantity][0] is not None}
+    unit = known["GRPO"] if quantity == FAIR else 1.0
     assert {text.get_text() for text in ax.get_yticklabels()} == set(known)
     places = {c.lines[0].get_ydata()[0]: c.lines[0].get_xdata()[0] for c in ax.containers}
     for place, text in enumerate(ax.get_yticklabels()):
-        assert places[place] == pytest.approx(known[text.get_text()]["effective_group_size"][0])
-    told = [line.split(": ", 1) for line in missing(measured)]
+        assert places[place] == pytest.approx(known[text.get_text()] / unit)
+    told = [line.split(": ", 1) for line in missing(measured, quantity)]
     assert {name for names, _ in told for name in names.split(", ")} == set(map(name_of, expected)) - set(known)
     assert ["greedy", "no greedy continuation was sampled; measure with --estimators greedy (6 of 6 prompts)"] in told
 
 
+def test_groups_that_are_thrown_away_are_paid_for_in_the_comparison(measured):
+    compared = {name: {"target": "theta", FAIR: [value], f"{FAIR}_ci95": [[value / 2, 2 * value]]}
+                for name, value in (("grpo", 0.2), ("dapo", 0.1))}
+    _, ax = plot_estimators(replace(measured, compared=compared))
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["dapo", "GRPO"]  # the best on top
+    (line,) = [line for line in ax.lines if list(line.get_xdata()) == [1.0, 1.0]]
+    assert line.get_linestyle() == "--" and "over that of plain GRPO" in ax.get_xlabel()
+    bars = [segment for each in ax.collections for segment in each.get_segments()]
+    assert sorted(np.ravel([segment[:, 0] for segment in bars])) == pytest.approx([0.25, 0.5, 1.0, 2.0])
+    del compared["grpo"]
+    with pytest.raises(UserError, match="GRPO itself has no"):
+        plot_estimators(replace(measured, compared=compared))
+
+
 def test_estimators_that_are_missing_for_one_reason_are_one_line_without_doubled_words(measured):
-    none = {"effective_group_size": [None]}
+    none = {FAIR: [None]}
     reasons = {"greedy": "not computed: nothing greedy", **dict.fromkeys(("opo", "best_baseline", "dapo"), "a larger block")}
     made = replace(measured, compared=dict.fromkeys(("greedy", "best_baseline", "opo", "dapo", "std_verl"), none),
-                   reasons={f"estimators.{name}.effective_group_size": reason for name, reason in reasons.items()})
+                   reasons={f"estimators.{name}.{FAIR}": reason for name, reason in reasons.items()})
     assert missing(made) == ["greedy: nothing greedy", "floor b*(x), opo, dapo: a larger block",
                              "std_verl: no reason is given"]  # fmt: skip
 
