@@ -24,7 +24,7 @@ PROGRAMS = ("python", ".venv/bin/python", "torchrun", "bash", "make", "pip", "ra
 WRITTEN_BY = ("--out", "--out_dir", "--save_json", "--plot_path", "--run_dir", "--sweep_dir", "--target_dir", "--local_dir")
 # the names of what the scripts write; an outputs/ path of the README that is read must be one of them
 OUTPUTS = re.compile(r"oracle_v_n\d+_[\w.-]+\.jsonl|tracecov_(?!.*_detailed)[\w.-]+\.json|grams|manifest\.json|"
-                     r"group_sizes\.json|(train|val)\.parquet|arithmetic_\w+\.jsonl")  # fmt: skip
+                     r"group_sizes\.json|(train|val)\.parquet|(arithmetic_\w+|problems)\.jsonl")  # fmt: skip
 SWEEPS_OWN = {"--dry_run": 0, "--env": 1, "--sweep_dir": 1}  # read by the shell script itself
 
 

@@ -25,6 +25,38 @@ def changed(policy, tmp_path, **config):  # noqa: F811
     return folder
 
 
+def test_what_the_blocks_come_from_is_said_in_flags(policy, table, tmp_path, capsys):  # noqa: F811
+    flags = ("--K_list", 4, 8, "--M", 2, "--T", 2)
+    assert tracecov(policy, table, tmp_path, *flags)[0] == 0
+    for changed_flags, then, now in (
+        (("--K_list", 4, 8, "--M", 3), "--M 2", "--M 3"),
+        (("--K_list", 8, 2, "--M", 2, "--block_size", 5), "no --block_size", "--block_size 5"),
+        (("--K_list", 4, 16, "--M", 2), "--K_list 4 8", "--K_list 4 16"),
+        ((*flags, "--estimators", "dapo"), "no --estimators", "--estimators dapo"),
+    ):
+        outcome = tracecov(policy, table, tmp_path, *changed_flags, "--T", 2, capsys=capsys)
+        one_line_error(outcome, f"made with {then}, this run has {now};")
+    record = tmp_path / "grams" / "run.json"
+    record.write_text(json.dumps({name: value for name, value in read(record).items() if name != "flags"}))  # an older one
+    one_line_error(tracecov(policy, table, tmp_path, "--K_list", 4, 8, "--M", 3, "--T", 2, capsys=capsys),
+                   "block_sizes = [8, 8], this run has [8, 8, 8] (from --M, --K_list, --block_size, --estimators)")
+
+
+def test_results_that_are_replaced_by_fewer_are_named_and_come_back(policy, table, tmp_path, capsys):  # noqa: F811
+    whole = ("--K_list", 2, 4, 8, "--M", 2, "--estimators", "dr_grpo")
+    assert tracecov(policy, table, tmp_path, *whole, capsys=capsys)[2].count("note: ") == 0
+    before = (tmp_path / RESULTS).read_bytes()
+    code, _, err = tracecov(policy, table, tmp_path, "--K_list", 8, "--M", 2, "--T", 3, capsys=capsys)
+    assert code == 0 and f"note: {tmp_path / RESULTS} is replaced: before, it had 5 prompts, where these have 3 and K = 2, 4 " \
+        "and the estimators dr_grpo." in err
+    assert read(tmp_path / RESULTS)["n_prompts"] == 3
+    code, _, err = tracecov(policy, table, tmp_path, *whole, capsys=capsys)
+    assert code == 0 and "note" not in err
+    again = read(tmp_path / RESULTS)
+    assert {**json.loads(before), "seconds": 0} == {**again, "seconds": 0}
+    assert "note" not in tracecov(policy, table, tmp_path, "--K_list", 8, "--M", 2, "--T", 3, "--overwrite", capsys=capsys)[2]
+
+
 def test_messages_in_any_form_are_continued(policy, tmp_path):  # noqa: F811
     data = tmp_path / "data.jsonl"
     forms = ([{"role": "user", "content": "13", "name": None}], [{"role": "user", "content": [{"type": "text", "text": "2"}]}])

@@ -189,6 +189,42 @@ def test_stored_grams_give_the_same_results_and_any_other_group_size_without_a_m
     assert (tmp_path / "tracecov_four tokens.png").stat().st_size > 1000
 
 
+def test_from_grams_says_which_flags_could_have_no_effect_and_keeps_what_made_the_grams(measured, tmp_path, capsys):
+    flags = ("--from_grams", measured / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path)
+    for given in (("--M", 60), ("--temperature=1",), ("--model", "x"), ("--T", 3, "--seed", 1), ("--oracle_table", "t.jsonl")):
+        names = [str(flag).partition("=")[0] for flag in given if str(flag).startswith("--")]
+        one_line_error(call(run_tracecov, *flags, *given, capsys=capsys), "no effect with --from_grams", *names)
+    assert not list(tmp_path.iterdir())
+    assert call(run_tracecov, *flags, "--budget", 64, "--quiet")[0] == 0
+    config, made = (read(place / "tracecov_four tokens.json")["config"] for place in (tmp_path, measured))
+    for name in ("model", "top_p", "seed", "M", "T", "block_size", "scoring"):
+        assert config[name] == (made[name] if name != "model" else "four tokens")
+    assert config["gen_bs"] is None and config["K_list"] == [4] and made["K_list"] == [2, 3, 4, 8]
+
+
+def test_intervals_from_stored_grams_are_those_of_the_run_also_under_another_seed(policy, table, tmp_path):
+    flags = ("--K_list", 4, "--M", 2)
+    assert tracecov(policy, table, tmp_path / "a", *flags, "--seed", 5)[0] == 0
+    assert call(run_tracecov, "--from_grams", tmp_path / "a" / "grams", "--K_list", 4, "--skip_plot",
+                "--save_json", tmp_path / "b")[0] == 0
+    first, again = (read(tmp_path / place / "tracecov_four tokens.json") for place in "ab")
+    assert again["conditional_on_x_ci95"] == first["conditional_on_x_ci95"] and again["bootstrap"]["seed"] == 5
+
+
+def test_a_wrong_flag_is_refused_before_the_libraries_are_imported():
+    code = ("import runpy, sys\nsys.argv = [sys.argv[1], *sys.argv[2:]]\n"
+            "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+            "except SystemExit as end: print(end.code, *({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)))")
+    for script, flags, text in (("calculate_oracle_v.py", ["--n_oracle", "0"], "--n_oracle"),
+                                ("run_tracecov.py", ["--oracle_table", "t", "--estimators", "gpro"], "unknown estimator 'gpro'")):
+        done = subprocess.run([sys.executable, "-c", code, ROOT / "Gradient_evaluation" / script, *flags],
+                              capture_output=True, text=True)  # fmt: skip
+        assert done.stdout == "2\n" and len(done.stderr.splitlines()) == 1 and text in done.stderr, done.stderr
+    done = subprocess.run([sys.executable, ROOT / "Gradient_evaluation" / "run_tracecov.py", "--oracle_table", "t",
+                           "--K_list", "1"], capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 2 and re.fullmatch(r"error: --K_list: a group size must be at least 2, got 1\n", done.stderr)
+
+
 def test_continuations_do_not_depend_on_block_size_or_generation_batch(policy, table, tmp_path):
     small, large = tmp_path / "small", tmp_path / "large"
     assert tracecov(policy, table, small, "--K_list", 8, "--M", 3, "--block_size", 5, "--gen_bs", 3)[0] == 0
