@@ -73,8 +73,11 @@ def prompt_kept_once(batch: int, length: int, shared: int) -> Iterator[None]:
         last.append((x, x._version, _Parts(x, axis, shared)))
         return last[-1][2]
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor()):
-        yield
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept.tensor()):
+            yield
+    finally:
+        last.clear()  # whole tensors
 
 
 def _axis_of_places(x: torch.Tensor, batch: int, length: int) -> int | None:

@@ -124,7 +124,7 @@ class TokenLogProb(torch.autograd.Function):
 
 
 def _row_slices(logits: torch.Tensor) -> list[slice]:
-    step = max(1, SLICE // (8 * logits.shape[-1]))
+    step = max(1, SLICE // (16 * logits.shape[-1]))
     return [slice(start, start + step) for start in range(0, len(logits), step)]
 
 

@@ -60,6 +60,7 @@ def parse_args():
     parser.add_argument("--gram_dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--out", type=Path, default=FOLDER / "bench.json")
     parser.add_argument("--plot", action="store_true", help="only plot what --out holds")
+    parser.add_argument("--tuned", action="store_true", help="memory: the other protocol with our allocator settings too")
     parser.add_argument("--peak", help="internal: measure the memory of one kind of work in this process")
     return parser.parse_args()
 
@@ -67,9 +68,10 @@ def parse_args():
 class Subject:
     """A model with one prompt of a kind, and 64 continuations of it."""
 
-    def __init__(self, name: str, prompt_kind: str, args):
+    def __init__(self, name: str, prompt_kind: str, args, tuned: bool = True):
         self.device = resolve_device(args.device)
-        tune_allocator(self.device)
+        if tuned:
+            tune_allocator(self.device)
         folder = str(ROOT / "data" / "tiny_model" if name == "tiny" else smollm2())
         self.tokenizer = load_tokenizer(folder, None)
         self.model = load_model(folder, None, self.device, resolve_dtype(args.dtype, self.device))
@@ -160,7 +162,8 @@ def sweep(subject: Subject, args) -> dict:
 def peak_of(kind: str, args) -> None:
     """Print the peak of ``kind`` = work:size in this process, as JSON."""
     work, size = kind.split(":")
-    subject = Subject(args.model[0], args.prompts[0], args)
+    ours = work in ("block", "checkpointed")
+    subject = Subject(args.model[0], args.prompts[0], args, ours or args.tuned)
     continuations, z = subject.full_length(int(size)), torch.arange(int(size), device=subject.device) % 2.0
     grams = subject.gram(gradient_checkpointing=work == "checkpointed")
     with PeakMemory(subject.device) as peak:
@@ -180,7 +183,8 @@ def memory(name: str, prompt_kind: str, args) -> dict:
     for size in args.blocks:
         for work in ("block", "checkpointed", "forward_backward", "published"):
             found[f"{work}:{size}"] = peak_memory(["--model", name, "--prompts", prompt_kind, "--dtype", args.dtype,
-                                                   "--device", args.device, "--peak", f"{work}:{size}"])
+                                                   "--device", args.device, "--peak", f"{work}:{size}",
+                                                   *["--tuned"] * args.tuned])
     return found
 
 

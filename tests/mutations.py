@@ -27,9 +27,16 @@ class Mutation(NamedTuple):
 
 
 GRAM, SAMPLING, ESTIMATORS = "tests/test_score_gram.py", "tests/test_sampling.py", "tests/test_estimators.py"
+KEPT = "tests/test_prompt_activations.py"
 SCRIPTS, RUNS = "tests/test_scripts.py", "tests/test_runs.py"
 MUTATIONS = [
     Mutation("drop the tied cross terms", "gram_capture.py", "if key in self.heads and uses:", "if False:", GRAM),
+    Mutation("prompt kept once where the rows differ", "prompt_activations.py",
+             "if not torch.equal(prompt, prompt[:1].expand_as(prompt)):", "if False:", KEPT),
+    Mutation("an old value in the same memory taken for the new", "prompt_activations.py",
+             "if other._version == version and _is_same", "if _is_same", KEPT),
+    Mutation("a change in place not noticed", "prompt_activations.py", "if self.x._version != self.version:", "if False:", KEPT),
+    Mutation("an axis of any name taken for the places", "prompt_activations.py", "if len(axes) == 1 else None", "if axes else None", KEPT),
     Mutation("leave out the norm layers", "gram_rules.py", "Dense(g.reshape(len(a), -1)) for", "Dense(0 * g.reshape(len(a), -1)) for", GRAM),
     Mutation("leave out biases", "gram_rules.py", '"bias": Dense(widen(b).sum(1))', '"bias": Dense(0 * widen(b).sum(1))', GRAM),
     Mutation("a padding row has a gradient", "gram_rules.py", "if module.padding_idx is not None:", "if False:", GRAM),
@@ -57,6 +64,8 @@ MUTATIONS = [
     Mutation("the reward reads past a stop string", "sampling.py", "False, text[:min(places)])", "False, text)", SAMPLING),
     Mutation("only one of two end ids", "sampling.py", "ids.update(named if", "ids.update(named[:1] if", SAMPLING),
     Mutation("published scoring everywhere", "score_gram.py", 'self.law = law if scoring == "exact" else SamplingLaw()', "self.law = SamplingLaw()", GRAM),
+    Mutation("richer results replaced in silence", "tracecov_results.py", "if not lost:", "if True:", "tests/test_refused.py"),
+    Mutation("flags without effect beside --from_grams", "run_tracecov.py", "if args.from_grams and without_effect:", "if False:", SCRIPTS),
     Mutation("ddof 0", "advantages.py", "ddof=1", "ddof=0", ESTIMATORS),
     Mutation("off-diagonal mean with n^2", "block_statistics.py", "return (everything - diagonal) / (size * (size - 1))",
              "return (everything - diagonal) / size**2", ESTIMATORS),
