@@ -36,7 +36,6 @@ MUTATIONS = [
     Mutation("an old value in the same memory taken for the new", "prompt_activations.py",
              "if other._version == version and _is_same", "if _is_same", KEPT),
     Mutation("a change in place not noticed", "prompt_activations.py", "if self.x._version != self.version:", "if False:", KEPT),
-    Mutation("an axis of any name taken for the places", "prompt_activations.py", "if len(axes) == 1 else None", "if axes else None", KEPT),
     Mutation("leave out the norm layers", "gram_rules.py", "Dense(g.reshape(len(a), -1)) for", "Dense(0 * g.reshape(len(a), -1)) for", GRAM),
     Mutation("leave out biases", "gram_rules.py", '"bias": Dense(widen(b).sum(1))', '"bias": Dense(0 * widen(b).sum(1))', GRAM),
     Mutation("a padding row has a gradient", "gram_rules.py", "if module.padding_idx is not None:", "if False:", GRAM),
