@@ -221,7 +221,7 @@ def check_identity(path: Path, identity: dict, record: dict, overwrite: bool, fl
     flags: as in ``refuse_difference``.
     """
     if path.exists() and not overwrite:
-        found = read_identity(path)
+        found = read_identity(path, "pass --overwrite to start this one afresh")
         refuse_difference(str(path), found, identity, flags)
         if found != record:
             write_json(path, record)
@@ -236,13 +236,12 @@ def check_identity(path: Path, identity: dict, record: dict, overwrite: bool, fl
     write_json(path, record)
 
 
-def read_identity(path: Path) -> dict:
-    """The identity beside a folder of Gram files."""
+def read_identity(path: Path, fix: str = "give the grams folder of a finished run") -> dict:
+    """The identity beside a folder of Gram files. fix: what to do where there is none, for the message."""
     try:
         identity = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        raise UserError(f"{path}: missing or damaged; give the grams folder of a finished run, or pass --overwrite to "
-                        "start this one afresh") from None
+        raise UserError(f"{path}: missing or damaged; {fix}") from None
     if not isinstance(identity, dict) or not isinstance(identity.get("model"), str):
         raise UserError(f"{path}: not the identity of a run_tracecov.py run")
     return identity

@@ -238,8 +238,8 @@ def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
 
 def recompute(args) -> None:
     """--from_grams: results for any group sizes, without a model."""
-    started, grams, folder = time.monotonic(), Path(args.from_grams), output_folder(args.save_json)
-    identity = read_identity(grams / IDENTITY)
+    started, grams = time.monotonic(), Path(args.from_grams)
+    identity, folder = read_identity(grams / IDENTITY), output_folder(args.save_json)
     if not args.skip_plot:
         output_folder(args.plot_path)
     with only_writer(folder / "grams"):

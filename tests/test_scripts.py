@@ -189,6 +189,12 @@ def test_stored_grams_give_the_same_results_and_any_other_group_size_without_a_m
     assert (tmp_path / "tracecov_four tokens.png").stat().st_size > 1000
 
 
+def test_from_grams_of_a_folder_that_is_none_gives_advice_it_takes_and_leaves_nothing(tmp_path, capsys):
+    code, _, err = call(run_tracecov, "--from_grams", tmp_path / "none", "--save_json", tmp_path / "out", capsys=capsys)
+    assert code == 2 and "run.json: missing or damaged; give the grams folder of a finished run" in err
+    assert "--overwrite" not in err and not (tmp_path / "out").exists()
+
+
 def test_from_grams_says_which_flags_could_have_no_effect_and_keeps_what_made_the_grams(measured, tmp_path, capsys):
     flags = ("--from_grams", measured / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path)
     for given in (("--M", 60), ("--temperature=1",), ("--model", "x"), ("--T", 3, "--seed", 1), ("--oracle_table", "t.jsonl")):
