@@ -44,7 +44,7 @@ import torch  # noqa: E402
 
 from Gradient_evaluation.durable_files import append_row  # noqa: E402
 from Gradient_evaluation.law_and_prompts import law_of, law_record, tokenised  # noqa: E402
-from Gradient_evaluation.memory import Batch, tune_allocator, limited_memory  # noqa: E402
+from Gradient_evaluation.memory import Batch, limited_memory, tune_allocator  # noqa: E402
 from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer, model_label, resolve_dtype,  # noqa: E402
                                         warn_of_risks, weights_digest)
 from Gradient_evaluation.processes import Processes  # noqa: E402

@@ -221,7 +221,7 @@ def check_identity(path: Path, identity: dict, record: dict, overwrite: bool, fl
     flags: as in ``refuse_difference``.
     """
     if path.exists() and not overwrite:
-        found = read_identity(path, "pass --overwrite to start this one afresh")
+        found = read_identity(path)
         refuse_difference(str(path), found, identity, flags)
         if found != record:
             write_json(path, record)
@@ -236,7 +236,7 @@ def check_identity(path: Path, identity: dict, record: dict, overwrite: bool, fl
     write_json(path, record)
 
 
-def read_identity(path: Path, fix: str = "give the grams folder of a finished run") -> dict:
+def read_identity(path: Path, fix: str = "pass --overwrite to start this one afresh") -> dict:
     """The identity beside a folder of Gram files. fix: what to do where there is none, for the message."""
     try:
         identity = json.loads(path.read_text(encoding="utf-8"))

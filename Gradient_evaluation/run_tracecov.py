@@ -106,7 +106,7 @@ import torch  # noqa: E402
 from Gradient_evaluation import gram_store, group_size_report  # noqa: E402
 from Gradient_evaluation.durable_files import write_json  # noqa: E402
 from Gradient_evaluation.law_and_prompts import law_of, law_record, tokenised  # noqa: E402
-from Gradient_evaluation.memory import tune_allocator, limited_memory  # noqa: E402
+from Gradient_evaluation.memory import limited_memory, tune_allocator  # noqa: E402
 from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer, model_label, resolve_dtype,  # noqa: E402
                                         warn_of_risks, weights_digest)
 from Gradient_evaluation.processes import Processes  # noqa: E402
@@ -239,7 +239,8 @@ def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
 def recompute(args) -> None:
     """--from_grams: results for any group sizes, without a model."""
     started, grams = time.monotonic(), Path(args.from_grams)
-    identity, folder = read_identity(grams / IDENTITY), output_folder(args.save_json)
+    identity = read_identity(grams / IDENTITY, "give the grams folder of a finished run")
+    folder = output_folder(args.save_json)
     if not args.skip_plot:
         output_folder(args.plot_path)
     with only_writer(folder / "grams"):

@@ -62,8 +62,8 @@ def test_most_of_what_is_kept_has_the_prompt_once(family, monkeypatch):
     assert whole.sum() > 2 * 8 * 16 * 45 * 32  # of each of 2 layers more than eight tensors as wide as the model
 
 
-def linear(rows, length, width, shared):
-    """(a function whose input autograd keeps, inputs (rows, length, width) that agree in the first places)."""
+def places(rows, length, width, shared):
+    """(rows, length, width) random numbers, the rows alike in the first ``shared`` places."""
     x = torch.randn(rows, length, width)
     x[:, :shared] = x[0, :shared]
     return x
@@ -88,7 +88,7 @@ def same(work, x, *settings):
     lambda x: (x * 2).unflatten(-1, (3, 2)).transpose(1, 2).tanh(),  # (rows, heads, places, width)
 ])
 def test_views_in_any_order_come_back_as_they_were(work):
-    assert same(work, linear(4, 7, 6, 3), 4, 7, 3)
+    assert same(work, places(4, 7, 6, 3), 4, 7, 3)
 
 
 @pytest.mark.parametrize("shape", [(4, 7, 7), (4, 7, 3, 7), (4, 5, 2), (7, 4, 2), (4, 2, 7)])
@@ -100,14 +100,14 @@ def test_an_axis_of_that_size_that_is_not_the_places_is_left_alone(shape):
 
 
 def test_rows_that_differ_in_one_place_of_one_row_are_kept_whole():
-    x = linear(4, 7, 6, 3)
+    x = places(4, 7, 6, 3)
     x[2, 1, 5] += 1e-6
     assert same(lambda x: (x * 2).exp(), x, 4, 7, 3)
 
 
 def test_a_weight_that_looks_like_a_batch_is_left_alone():
     layer = nn.Linear(7, 4)  # weight (4, 7): as many rows as the batch, as many columns as places
-    assert same(lambda x: layer(x.transpose(1, 2)).sin(), linear(4, 7, 6, 3), 4, 7, 3)
+    assert same(lambda x: layer(x.transpose(1, 2)).sin(), places(4, 7, 6, 3), 4, 7, 3)
     model = tiny_model("llama", dtype=torch.float32, hidden_size=16, num_attention_heads=4, head_dim=4)
     continuations = random_continuations(1, [5] * 16)  # 16 rows of 16 places, heads of 4 and a width of 16
     audit = ScoreGram(model, LAW).audit(PROMPT, continuations)
@@ -115,7 +115,7 @@ def test_a_weight_that_looks_like_a_batch_is_left_alone():
 
 
 def test_what_several_layers_keep_is_kept_once_and_a_new_value_in_the_same_memory_is_not():
-    x = linear(4, 7, 6, 3).requires_grad_(True)
+    x = places(4, 7, 6, 3).requires_grad_(True)
     with prompt_kept_once(4, 7, 3):
         y = x * 2
         first, again = y.sin(), y.cos()
@@ -141,5 +141,5 @@ def test_a_tensor_kept_whole_and_changed_in_place_is_noticed():
 def test_a_prompt_of_one_token_or_a_block_of_one_changes_nothing():
     with counted() as kept:
         with prompt_kept_once(4, 7, 1), prompt_kept_once(1, 7, 3):
-            (linear(4, 7, 6, 3).requires_grad_(True) * 2).sin()
+            (places(4, 7, 6, 3).requires_grad_(True) * 2).sin()
     assert kept[0] == 4 * 7 * 6 * 4

@@ -195,6 +195,14 @@ def test_from_grams_of_a_folder_that_is_none_gives_advice_it_takes_and_leaves_no
     assert "--overwrite" not in err and not (tmp_path / "out").exists()
 
 
+def test_a_run_that_finds_its_record_damaged_is_told_to_overwrite_and_can(policy, table, tmp_path, capsys):
+    few = ("--K_list", 4, "--M", 4)
+    assert tracecov(policy, table, tmp_path, *few)[0] == 0
+    (tmp_path / "grams" / "run.json").write_text("{")
+    one_line_error(tracecov(policy, table, tmp_path, *few, capsys=capsys), "missing or damaged", "pass --overwrite")
+    assert tracecov(policy, table, tmp_path, *few, "--overwrite")[0] == 0
+
+
 def test_from_grams_says_which_flags_could_have_no_effect_and_keeps_what_made_the_grams(measured, tmp_path, capsys):
     flags = ("--from_grams", measured / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path)
     for given in (("--M", 60), ("--temperature=1",), ("--model", "x"), ("--T", 3, "--seed", 1), ("--oracle_table", "t.jsonl")):
