@@ -6,6 +6,7 @@ prompts: ``constants`` are Averages whose rows C1, C2, C3 of coefficients give t
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +74,14 @@ def almost_best(table: dict) -> list[int] | None:
     return [min(sizes), max(sizes)]
 
 
+def _density(score: float) -> float:
+    return math.exp(-(score**2) / 2) / math.sqrt(2 * math.pi)
+
+
+def _below(score: float) -> float:
+    return math.erfc(-score / math.sqrt(2)) / 2
+
+
 class Forecast(NamedTuple):
     """What would bring the lower end of c1's interval above 0 in four cases of five; None where nothing found would."""
 
@@ -97,8 +106,10 @@ def forecast(theta_sq: np.ndarray, products: np.ndarray, interval: list[float], 
     c1, now = float(table.sum() / (n * (n - 1))), 4 * spread / n + 2 * rest / (n * (n - 1))
     half = np.sqrt(now + sketch_error**2)
     quantile = max(QUANTILE, min(3.0, (c1 - interval[0]) / half)) if half > 0 else QUANTILE
-    # a c1 of less than half its standard error says little but that more is needed: the forecast is then a least number
-    taken, least = (c1, "about") if c1 > half / 2 else (max(half / 2, 0.0), "at least")
+    # c1 is a variance: taken is its mean over what is plausible and above 0, for a normal error
+    score = c1 / half if half > 0 else 0.0
+    taken = c1 + half * _density(score) / max(_below(score), 1e-12)
+    least = "about" if c1 > half else "at least"
     allowed = (taken / (quantile + CHANCE)) ** 2 - sketch_error**2
     if allowed <= 0:
         return Forecast(None, None, None, "the sketch's own error is as large: a larger --sketch_dim is needed")

@@ -35,6 +35,7 @@ class PromptMoments:
     coefficients: np.ndarray  # (n, 3) A, N, D of prompt_only_coefficients
     best_trace: np.ndarray | str  # (n,) per-continuation trace at the cross-fitted b*
     pairs: PairMoments  # three (n,)
+    theta_sq_noise: np.ndarray  # (n,) variance of pairs.disjoint for the continuations, from block to block; NaN: one block
     pairs_by_length: PairMoments  # three (n,), of the scores g / length
     mixture: np.ndarray  # (n, 2) u, v of mixture_coefficients
     groups: Mapping[tuple[str, int], GroupMoments]  # by rule's name and K: four (n,)
@@ -96,6 +97,7 @@ def _reduce(record, index: int, cases: Mapping[tuple[str, int], GroupRule]) -> d
         **{case: _mean_over_large_blocks(blocks, rule, case[1]) for case, rule in cases.items()},
         "oracle_value": _number(record.oracle_value, f"{name}: the oracle value", "no oracle value V(x)"),
         "greedy_reward": _number(greedy, f"{name}: the greedy reward", NO_GREEDY),
+        "theta_sq_noise": _variance_of_mean([found.disjoint for found in means["pairs"]]),
         "best_trace": _best_trace(blocks, np.array(coefficients)),
         "n_outcomes": np.sum([_outcomes(rewards).sum(-1) for _, rewards, _ in blocks], axis=0),
         "n_blocks": len(blocks),
@@ -108,6 +110,11 @@ def _mean_over_large_blocks(blocks: Sequence[tuple], rule: GroupRule, group_size
     usable = ~np.isnan(found)
     count = usable.sum(0)
     return np.where(count > 0, np.where(usable, found, 0.0).sum(0) / np.maximum(count, 1), np.nan)
+
+
+def _variance_of_mean(values: Sequence[float]) -> float:
+    """Estimated variance of the mean of independent values; NaN where there is one only."""
+    return float(np.var(values, ddof=1) / len(values)) if len(values) > 1 else float("nan")
 
 
 def _number(value, name: str, missing: str) -> float | str:

@@ -45,7 +45,8 @@ def ratios_by_size(measured: Measurement) -> tuple[list[int], list[float], list]
     for place, size in enumerate(sizes):
         if isinstance(measured.grams, str):
             grpo, oracle = (results["conditional_on_x"][name][place] for name in ("grpo", "oracleV"))
-            if grpo is not None and oracle is not None and oracle > 0:
+            ends = ((results.get("conditional_on_x_ci95") or {}).get("oracleV") or [None] * len(sizes))[place]
+            if grpo is not None and oracle is not None and (oracle if ends is None else ends[0]) > 0:
                 found.append((size, grpo / oracle, None))
             continue
         traces = [measured.at(name, size).trace for name in ("grpo", "oracleV")]
@@ -53,7 +54,7 @@ def ratios_by_size(measured: Measurement) -> tuple[list[int], list[float], list]
         if estimate.value is not None:
             found.append((size, *estimate[:2]))
     if not found:
-        raise UserError("there is no ratio of GRPO to the oracle: the oracle's trace is missing or includes 0")
+        raise UserError("there is no ratio of GRPO to the oracle: the oracle's trace is missing or not surely above 0")
     return tuple(map(list, zip(*found)))
 
 

@@ -142,12 +142,12 @@ def test_group_trace_extends_beyond_the_block_size():
 
 
 def test_records_give_the_same_numbers_as_the_block_formulas_averaged_over_all_blocks():
-    """Through the whole of summarise: one prompt whose blocks are all blocks of 4 of a uniform policy."""
+    """Through the whole of summarise: two equal prompts whose blocks are all blocks of 4 of a uniform policy."""
     policy = random_policy(8, n_outcomes=4, centred=False, binary=False)
     policy = policy._replace(probs=np.full(4, 0.25), scores=policy.scores - policy.scores.mean(0))
     gram, rewards, lengths, _ = policy.blocks(4)
     record = SimpleNamespace(oracle_value=policy.value, blocks=list(zip(gram, rewards, lengths)))
-    results = summarise([record], [2, 3, 4], n_bootstrap=10)
+    results = summarise([record, record], [2, 3, 4], n_bootstrap=10)
     for position, group_size in enumerate((2, 3, 4)):
         truth = {
             "naive": policy.moments(prompt_only(0.0), group_size)[1],
