@@ -140,10 +140,12 @@ class PromptBootstrap:
         centred = values - values.mean(0)
         if self.n_prompts < STUDENT:
             return values.mean(0) + np.tensordot(self._student, centred, axes=1)
+        size = np.abs(centred).max(0)  # so that no square overflows
+        centred = centred / np.where(size > 0, size, 1.0)
         deviations = self.resampled_means(centred)
         squares = self.resampled_means(centred**2)
         errors = np.sqrt(np.maximum(0.0, squares - deviations**2))
-        return values.mean(0) - _studentised(deviations, errors, np.sqrt((centred**2).mean(0)))
+        return values.mean(0) - size * _studentised(deviations, errors, np.sqrt((centred**2).mean(0)))
 
     def interval(self, draws: np.ndarray, value: float | None = None) -> list[float] | None:
         """The central 95% of (n_bootstrap,) ``draws``, widened to hold ``value``; None with one prompt.

@@ -131,6 +131,10 @@ def plot_estimators(measured: Measurement, ax=None, quantity: str = FAIR):
         raise UserError(f"no estimator has this quantity ({quantity}); see the reasons in the results file")
     if quantity == FAIR and "grpo" not in known:
         raise UserError("GRPO itself has no signal-to-noise ratio to compare with; see the reasons in the results file")
+    if quantity == FAIR:
+        ends = known["grpo"][f"{quantity}_ci95"][0]
+        if (known["grpo"][quantity][0] if ends is None else ends[0]) <= 0:
+            raise UserError("GRPO's own signal-to-noise ratio is not surely above 0, so nothing is divided by it")
     unit = known["grpo"][quantity][0] if quantity == FAIR else 1.0
     names = sorted(known, key=lambda name: known[name][quantity][0], reverse=quantity == "mse")  # the best on top
     ax = new_ax(ax, height=1.2 + 0.2 * len(names))
