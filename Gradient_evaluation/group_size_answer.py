@@ -21,6 +21,7 @@ ALMOST = 1.1  # an MSE of at most so many times the least counts as the best
 CHANCE = 0.8416  # standard errors of a normal distribution, for a chance of 80%
 QUANTILE = 1.96  # the least number of standard errors that the interval of c1 reaches down
 LARGEST = 1e6
+BOUNDLESS = 1e6  # a ratio of which this is not excluded has no bound
 
 
 def law_rows(group_size) -> np.ndarray:
@@ -60,10 +61,25 @@ def relative_mse(constants: Averages, sizes: np.ndarray, bootstrap: PromptBootst
     if reason:
         return table, reason
 
-    ratios, draws = constants.linear_ratio(law_rows(sizes), law_rows(sizes[least]))
-    found = [bootstrap.estimate(float(ratio), column) for ratio, column in zip(ratios, draws.T)]
-    return {"G": table["G"], "reference": int(sizes[least]), "value": [each.value for each in found],
-            "ci95": [each.interval for each in found]}, None  # fmt: skip
+    ratios = (values / values[least]).tolist()
+    low, high = (_ratio_end(constants, law_rows(sizes), law_rows(sizes[least]), percent) for percent in (2.5, 97.5))
+    ends = [[min(one, ratio), None if two > BOUNDLESS else max(two, ratio)] for one, two, ratio in zip(low, high, ratios)]
+    ends[least] = [1.0, 1.0]
+    return {"G": table["G"], "reference": int(sizes[least]), "value": ratios, "ci95": ends}, None
+
+
+def _ratio_end(constants: Averages, rows: np.ndarray, base: np.ndarray, percent: float) -> np.ndarray:
+    """(m,): the r at which ``percent`` of the draws of a row's sum less r times the base's sum lie below 0.
+
+    A ratio of sums without a division (Fieller), as in ``best_size_bound``; the base's sum must be above 0.
+    """
+    low, high = np.full(len(rows), -np.log(BOUNDLESS)), np.full(len(rows), 1.1 * np.log(BOUNDLESS))
+    for _ in range(30):
+        middle = (low + high) / 2
+        draws = constants.linear(rows - np.exp(middle)[:, None] * base)[1]
+        above = np.percentile(draws, percent, axis=0) > 0
+        low, high = np.where(above, middle, low), np.where(above, high, middle)
+    return np.exp((low + high) / 2)
 
 
 def almost_best(table: dict) -> list[int] | None:

@@ -142,7 +142,8 @@ def group_size_law(
         G_star_at_least: one-sided 95% lower bound, also where c1 is not told from 0; G_star_may_be_larger: whether c1
         is less than 3 standard errors; such answers are mostly those where c1 came out too large by chance;
         best_integer; within_10_percent [lowest, highest], _ci95 [[low, high] of each]; powers_of_two: in that range;
-        relative_mse {G: powers of two, reference: the one of least MSE, value: MSE over that, ci95};
+        relative_mse {G: powers of two, reference: the one of least MSE, value: MSE over that, ci95 (an upper
+        end is None where it is not bounded)};
         almost_best [lowest, highest] power of two whose relative MSE is at most 1.1, also without a G_star;
         curve {G: 2..512, mse_times_N, ci95, terms {c1, c2, c3: their parts of mse_times_N}};
         gradient_noise_scale (and _ci95): prompts, (c1 + c2/G + c3/(G (G-1))) / mean_theta_norm_sq, at

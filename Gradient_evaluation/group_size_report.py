@@ -67,7 +67,7 @@ def _relative(law: dict) -> list[str]:
     table = law.get("relative_mse") or {}
     if table.get("value") is None:
         return []
-    cells = [f"{size}: {value:.3g}" + ("" if ends is None or size == table["reference"] else f" [{ends[0]:.3g}, {ends[1]:.3g}]")
+    cells = [f"{size}: {value:.3g}" + ("" if size == table["reference"] else _ends(*ends))
              for size, value, ends in zip(table["G"], table["value"], table["ci95"])]  # fmt: skip
     lines = [f"  MSE over that at G = {table['reference']}: " + ", ".join(cells)]
     if law.get("almost_best"):
@@ -77,14 +77,17 @@ def _relative(law: dict) -> list[str]:
     return lines
 
 
+def _ends(low: float | None, high: float | None, form: str = ".3g") -> str:
+    return " [{}, {}]".format(*("unbounded" if end is None else f"{end:{form}}" for end in (low, high)))
+
+
 def _number(law: dict, name: str, form: str = ".4g") -> str:
     if law[name] is None:
         return f"not computed ({law['reasons'][name]})"
     interval = law[f"{name}_ci95"]
     if interval is None:
         return f"{law[name]:{form}} (no interval: {law['reasons'][f'{name}_ci95']})"
-    low, high = ("unbounded" if end is None else f"{end:{form}}" for end in interval)
-    return f"{law[name]:{form}} [{low}, {high}]"
+    return f"{law[name]:{form}}{_ends(*interval, form)}"
 
 
 def _range(law: dict) -> str:

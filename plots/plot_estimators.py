@@ -18,7 +18,7 @@ from plots.style import COLOURS, CURVES, finish, group_size_axis, name_of, new_a
 
 FAIR = "signal_to_noise_per_continuation"  # groups that an estimator throws away are paid for
 QUANTITIES = {
-    FAIR: "signal-to-noise ratio per continuation sampled,\nover that of plain GRPO",
+    FAIR: "signal-to-noise ratio per continuation sampled",
     "effective_group_size": "effective group size: the K at which\nplain GRPO has this signal-to-noise ratio",
     "mse": "MSE (squared gradient units)",
     "signal_to_noise": "signal-to-noise ratio",
@@ -131,11 +131,10 @@ def plot_estimators(measured: Measurement, ax=None, quantity: str = FAIR):
         raise UserError(f"no estimator has this quantity ({quantity}); see the reasons in the results file")
     if quantity == FAIR and "grpo" not in known:
         raise UserError("GRPO itself has no signal-to-noise ratio to compare with; see the reasons in the results file")
-    if quantity == FAIR:
-        ends = known["grpo"][f"{quantity}_ci95"][0]
-        if (known["grpo"][quantity][0] if ends is None else ends[0]) <= 0:
-            raise UserError("GRPO's own signal-to-noise ratio is not surely above 0, so nothing is divided by it")
-    unit = known["grpo"][quantity][0] if quantity == FAIR else 1.0
+    # nothing is divided by a ratio that may be 0: the values themselves are drawn then
+    own = known["grpo"] if quantity == FAIR else None
+    relative = own is not None and ((own[f"{quantity}_ci95"][0] or own[quantity])[0] > 0)
+    unit = own[quantity][0] if relative else 1.0
     names = sorted(known, key=lambda name: known[name][quantity][0], reverse=quantity == "mse")  # the best on top
     ax = new_ax(ax, height=1.2 + 0.2 * len(names))
     for place, name in enumerate(names):
@@ -153,7 +152,8 @@ def plot_estimators(measured: Measurement, ax=None, quantity: str = FAIR):
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     ax.xaxis.set_minor_locator(NullLocator())
     ax.xaxis.set_major_formatter("{x:g}")
-    ax.set_xlabel(f"{QUANTITIES[quantity]}\n(at K = {measured.compared_sizes[0]}{_prompts(measured)})")
+    over = ",\nover that of plain GRPO" if relative else ""
+    ax.set_xlabel(f"{QUANTITIES[quantity]}{over}\n(at K = {measured.compared_sizes[0]}{_prompts(measured)})")
     finish(ax, loc="lower center", bbox_to_anchor=(0.3, 1.0), ncols=2)
     return ax.get_figure(), ax
 

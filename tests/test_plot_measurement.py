@@ -190,7 +190,8 @@ def test_all_estimators_are_compared_although_the_results_have_the_default_ones(
     expected = estimators.summarise(prompts, [4], names=names)["estimators"]
     _, ax = plot_estimators(measured, quantity=quantity)
     known = {name_of(name): each[quantity][0] for name, each in expected.items() if each[quantity][0] is not None}
-    unit = known["GRPO"] if quantity == FAIR else 1.0
+    surely = quantity == FAIR and expected["grpo"][f"{FAIR}_ci95"][0][0] > 0
+    unit = known["GRPO"] if surely else 1.0
     assert {text.get_text() for text in ax.get_yticklabels()} == set(known)
     places = {c.lines[0].get_ydata()[0]: c.lines[0].get_xdata()[0] for c in ax.containers}
     for place, text in enumerate(ax.get_yticklabels()):
@@ -198,6 +199,16 @@ def test_all_estimators_are_compared_although_the_results_have_the_default_ones(
     told = [line.split(": ", 1) for line in missing(measured, quantity)]
     assert {name for names, _ in told for name in names.split(", ")} == set(map(name_of, expected)) - set(known)
     assert ["greedy", "no greedy continuation was sampled; measure with --estimators greedy (6 of 6 prompts)"] in told
+
+
+def test_nothing_is_divided_by_a_signal_to_noise_ratio_of_grpo_that_may_be_zero(measured):
+    """Over one below 0 the order of the estimators would turn round."""
+    for own, ends in ((-0.2, [-0.3, -0.1]), (0.2, [-0.1, 0.5]), (-0.2, None)):
+        compared = {name: {"target": "theta", FAIR: [value], f"{FAIR}_ci95": [interval]}
+                    for name, value, interval in (("grpo", own, ends), ("dapo", 0.1, [0.05, 0.2]))}  # fmt: skip
+        _, ax = plot_estimators(replace(measured, compared=compared))
+        assert {c.lines[0].get_xdata()[0] for c in ax.containers} == {own, 0.1}
+        assert "over that of" not in ax.get_xlabel()
 
 
 def test_groups_that_are_thrown_away_are_paid_for_in_the_comparison(measured):
