@@ -410,6 +410,19 @@ def test_a_c3_that_is_not_above_zero_is_noise_and_never_the_answer_two(c1, c3):
     json.dumps(law, allow_nan=False)
 
 
+def test_the_less_c1_is_known_the_less_is_said_of_g_star():
+    """The same estimates of c1 and c3; only the spread of theta_sq over prompts, hence the error of c1, differs."""
+    theta_sq, *rest = plain_case(c3=400.0)
+    ends = []
+    for spread in (0.1, 0.8, 2.5, 6.0):
+        law = group_size_law(1 + (theta_sq - theta_sq.mean()) * spread / theta_sq.std(), *rest, n_bootstrap=400)
+        ends.append((law["G_star_at_least"], law["G_star_ci95"], law["G_star_may_be_larger"]))
+    bounds, intervals, larger = zip(*ends)
+    assert bounds[0] > bounds[1] > bounds[2] > bounds[3] > 2
+    assert intervals[0][1] < intervals[1][1] and intervals[2][1] is None and intervals[3] is None
+    assert larger == (False, False, True, None)
+
+
 def test_no_group_size_below_two_is_ever_proposed():
     law = group_size_law(*plain_case(c1=4.0, c3=1.0), n_bootstrap=100)
     assert law["G_star"] == 2.0 and law["c3"] > 0
