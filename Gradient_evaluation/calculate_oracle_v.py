@@ -45,8 +45,8 @@ import torch  # noqa: E402
 from Gradient_evaluation.durable_files import append_row  # noqa: E402
 from Gradient_evaluation.law_and_prompts import law_of, law_record, tokenised  # noqa: E402
 from Gradient_evaluation.memory import Batch, limited_memory, tune_allocator  # noqa: E402
-from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer, model_label, resolve_dtype,  # noqa: E402
-                                        warn_of_risks, weights_digest)
+from Gradient_evaluation.models import (device_line, fingerprint, load_model, load_tokenizer, model_label,  # noqa: E402
+                                        resolve_dtype, warn_of_risks, weights_digest)
 from Gradient_evaluation.processes import Processes  # noqa: E402
 from Gradient_evaluation.progress import Progress  # noqa: E402
 from Gradient_evaluation.run_files import (check_fingerprint, check_same_weights, continue_table, finite_at,  # noqa: E402
@@ -110,6 +110,8 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> N
     """Measure what the plan leaves to do, this process its share of it; every row is on disk once it is done."""
     tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
     tune_allocator(processes.device)
+    if args.device == "auto" and processes.is_first and not args.quiet:
+        print(device_line(processes.device, dtype), file=sys.stderr)
     model = load_model(args.model, args.revision, processes.device, dtype, args.trust_remote_code)
     weights = {"model_fingerprint": fingerprint(model), "weights_digest": weights_digest(args.model, args.revision)}
     fingerprints = processes.gather(weights["model_fingerprint"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import logging as python_logging
 import sys
@@ -24,26 +25,41 @@ NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures"
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
-    """``auto`` is CUDA where there is one, else the CPU; any other name as torch reads it.
+    """``auto`` is CUDA where there is one, else the CPU; any other name as torch reads it. A CUDA device has its index.
 
-    local_rank: which of several processes on this machine this is; each gets the GPU of that number.
+    local_rank: which of several processes on this machine this is. Each takes the GPU of that number, or the only one
+    it sees, where every process was given one of its own (CUDA_VISIBLE_DEVICES per task, a MIG slice).
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and local_rank is not None:
-        name = f"cuda:{local_rank}"
-    elif name.startswith("cuda:") and local_rank is not None:
+    if name.startswith("cuda:") and local_rank is not None:
         raise UserError(f"--device {name}: every process takes a GPU of its own; use --device auto under torchrun")
     try:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"--device {name}: torch knows no such device; use auto, cpu, cuda or cuda:0") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
         raise UserError(f"--device {name}: torch sees no CUDA device here; use --device cpu or auto")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {name}: there are only {torch.cuda.device_count()} CUDA devices here"
+    count = torch.cuda.device_count()
+    index = device.index or 0
+    if local_rank is not None and count > 1:
+        index = local_rank
+    if index >= count:
+        raise UserError(f"--device {name}: there are only {count} CUDA devices here"
                         + (", one per process; lower --nproc-per-node" if local_rank is not None else ""))
-    return device
+    return torch.device("cuda", index)
+
+
+def device_line(device: torch.device, dtype: torch.dtype) -> str:
+    """What --device auto came to: ``device: NVIDIA H200 (cuda:0), bfloat16``, or the CPU with the reason."""
+    if device.type == "cuda":
+        name = f"{torch.cuda.get_device_name(device)} ({device})"
+    else:
+        has_cuda = torch.version.cuda or torch.version.hip
+        name = f"{device} ({'torch sees no GPU' if has_cuda else 'this build of torch knows no GPU'})"
+    return f"device: {name}, {str(dtype).split('.')[-1]}"
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -104,6 +120,8 @@ def load_model(model: str, revision: str | None, device: torch.device, dtype: to
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     settings = {"revision": revision, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    if device.type == "cuda" and importlib.util.find_spec("accelerate"):
+        settings["device_map"] = {"": device}  # weights go straight to the GPU; otherwise the machine holds them all first
     if Path(model).is_dir() and not _is_adapter(model):
         settings["use_safetensors"] = _has_safetensors(Path(model))
     try:
@@ -113,7 +131,7 @@ def load_model(model: str, revision: str | None, device: torch.device, dtype: to
         _check_complete(model, info)
         if getattr(loaded, "_hf_peft_config_loaded", False):
             _train_adapters_only(loaded)
-        loaded = loaded.to(device).eval()
+        loaded = loaded.to(device).eval()  # on a GPU it is there already
         _check_causal(model, loaded)
     except UserError:
         raise
