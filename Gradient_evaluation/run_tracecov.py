@@ -7,7 +7,7 @@
         --oracle_table outputs/qwen/oracle_v_n1000_Qwen2.5-0.5B-Instruct.jsonl --save_json outputs/qwen
     python Gradient_evaluation/run_tracecov.py --from_grams outputs/demo/grams --K_list 2 3 5 --save_json outputs/any_K
 
-For T prompts of the oracle table it samples M * max(K_list) continuations each, builds the Gram matrix of their
+For T prompts, drawn from the oracle table by --seed, it samples M * max(K_list) continuations each, builds the Gram matrix of their
 scores over all parameters (score_gram.py), and computes from it the traces of the vanilla, GRPO and oracle
 estimators at every group size at once (estimators.py). Each prompt's Gram is stored as soon as it is done: run the
 command again and it continues, or give --from_grams to compute other group sizes without a model.
@@ -191,8 +191,21 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     if args.overwrite:
         todo = chosen
     elif (grams / IDENTITY).exists():
-        refuse_difference(str(grams / IDENTITY), read_identity(grams / IDENTITY), identity, kept_flags(args))
+        found = read_identity(grams / IDENTITY)
+        refuse_difference(str(grams / IDENTITY), found, identity, kept_flags(args))
+        note_older_choice(grams, found, chosen)
     return Plan(grams, identity, chosen, todo, n_long)
+
+
+def note_older_choice(grams: Path, found: dict, chosen: list[tuple[int, Row, list[int]]]) -> None:
+    """Say where a folder was begun when a run took the first T rows of its table, and has Grams of prompts not drawn."""
+    if "subsample_prompts" in (found.get("flags") or {}):
+        return
+    drawn_now = {gram_store.path_of(grams, row.prompt_id).name for _, row, _ in chosen}
+    others = sum(path.name not in drawn_now for path in grams.glob("*.npz"))
+    if others:
+        print(f"note: {grams}: begun when a run took the first T rows; now they are drawn at random by --seed. {others} of its "
+              "Grams are of prompts that are not drawn; they stay, unused, and --from_grams reads them", file=sys.stderr)
 
 
 def is_measured(plan: Plan, args) -> bool:

@@ -1,8 +1,11 @@
 """The commands, flags and files of the paper's released scripts: taken here as they stand, and read as they are read there."""
 
 import json
+import os
+import re
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,10 @@ from tiny_models import tiny_tokenizer
 
 from data.make_arithmetic import make_problems
 from Gradient_evaluation import calculate_oracle_v, run_tracecov
+from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.tables import load_oracle_table
+from Policy_Optimization.launch import check_settings
+from Policy_Optimization.settings import read_settings, verl_overrides
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -120,6 +126,46 @@ def test_prompts_are_taken_in_the_drawn_order_and_more_of_them_keep_the_grams(po
     assert tracecov(policy, table, tmp_path, *flags, "--T", 4)[0] == 0
     after = {path: path.read_bytes() for path in (tmp_path / "grams").glob("*.npz")}
     assert len(before) == 2 and len(after) == 4 and before.items() <= after.items()
+
+
+def as_of_old(out):
+    """Make a finished run look as one begun before prompts were drawn: the first T rows, no order, detailed lists."""
+    record = out / "grams" / "run.json"
+    about = read(record)
+    del about["flags"]["subsample_prompts"]
+    record.write_text(json.dumps(about))
+    for path in (out / "grams").glob("*.npz"):
+        arrays = dict(np.load(path))
+        prompt = json.loads(str(arrays["about"]))
+        del prompt["order"]
+        np.savez(path, **{**arrays, "about": np.array(json.dumps(prompt))})
+    (detailed,) = out.glob("*_detailed.json")
+    detailed.write_text(json.dumps(detailed_rows(detailed)))
+
+
+def test_a_folder_begun_with_the_first_rows_goes_on_and_says_what_it_leaves_unused(policy, table, tmp_path, capsys):  # noqa: F811
+    flags, results = ("--K_list", 4, "--M", 1, "--seed", 3), tmp_path / "all" / "tracecov_four tokens.json"
+    assert tracecov(policy, table, tmp_path / "all", *flags)[0] == 0
+    as_of_old(tmp_path / "all")
+    first = tmp_path / "first"
+    shutil.copytree(tmp_path / "all", first)
+    drawn = published_choice(PROMPTS, 3, 2)
+    for path in (first / "grams").glob("*.npz"):  # two prompts, one of which is not drawn
+        if json.loads(str(np.load(path)["about"]))["prompt"] not in (drawn[0], published_choice(PROMPTS, 3, 5)[4]):
+            path.unlink()
+    before = read(results)
+    capsys.readouterr()
+    code, _, err = tracecov(policy, table, tmp_path / "all", *flags, capsys=capsys)  # all prompts: the same ones
+    again = read(results)
+    assert code == 0 and "note" not in err and {**again, "seconds": 0, "law": 0} == {**before, "seconds": 0, "law": 0}
+    published_reader(tmp_path / "all" / "tracecov_four tokens_K4_detailed.json")
+    assert call(run_tracecov, "--from_grams", first / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path / "b")[0] == 0
+    unknown = read(tmp_path / "b" / "tracecov_four tokens_K4_detailed.json")["prompt_results"]
+    assert [row["prompt_index"] for row in unknown] == [None, None]
+    code, _, err = tracecov(policy, table, first, *flags, "--T", 2, capsys=capsys)
+    assert code == 0 and "1 of its Grams are of prompts that are not drawn" in err
+    found = read(first / "tracecov_four tokens_K4_detailed.json")["prompt_results"]
+    assert [row["prompt"] for row in found] == drawn
 
 
 # ------------------------------------------------------------------------------------------------ the files
@@ -234,3 +280,94 @@ def test_the_commands_of_the_released_readme_run_as_they_stand(place, capsys):
 @pytest.mark.slow
 def test_the_commands_of_the_released_readme_run_without_a_flag_more(place, capsys):
     run_literally(place, {calculate_oracle_v: [], run_tracecov: []}, capsys)
+
+
+# ------------------------------------------------------------------------------------------------ the training script
+
+LAUNCHER = ROOT / "Policy_Optimization" / "grpo_train.sh"
+RELEASED = {"MODEL": "org/m", "TRAIN_FILE": "/d/a.parquet", "VAL_FILE": "/d/b.parquet", "GPUS": "4", "GPU_UTIL": "0.7",
+            "NNODES": "1", "GROUP_SIZE": "16", "EXPERIMENT_NAME": "e1", "PROJECT_NAME": "p1"}  # fmt: skip
+
+
+def test_the_variables_of_the_released_training_script_mean_the_same_here():
+    settings = read_settings([], RELEASED)
+    found = [settings.values[name] for name in ("model", "train_files", "val_files", "gpus_per_node", "gpu_memory_utilization",
+                                                "nnodes", "group_size", "experiment", "project")]  # fmt: skip
+    assert found == ["org/m", "/d/a.parquet", "/d/b.parquet", 4, 0.7, 1, 16, "e1", "p1"]
+    made = dict(text.partition("=")[::2] for text in verl_overrides(settings))
+    assert made["data.train_batch_size"] == "64" and made["actor_rollout_ref.actor.ppo_mini_batch_size"] == "16"
+    assert made["trainer.total_epochs"] == "8" and made["trainer.experiment_name"] == "e1"
+    assert read_settings(["--project", "mine"], RELEASED).project == "mine"
+
+
+def test_gpus_may_be_a_list_and_a_run_tag_ends_the_name():
+    assert read_settings([], {"GPUS": "0,2,3"}).gpus_per_node == 3
+    assert read_settings([], {"RUN_TAG": "first"}).experiment == "Qwen2.5-1.5B-Instruct_grpo_g32_seed0_first"
+    assert read_settings([], {"RUN_TAG": "first", "EXPERIMENT_NAME": "e1"}).experiment == "e1"
+
+
+def test_the_data_folder_holds_the_files_that_are_not_named_in_full(tmp_path):
+    (tmp_path / "test.parquet").touch()
+    settings = read_settings([], {"DATA_DIR": str(tmp_path)})
+    assert (settings.train_files, settings.val_files) == (str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet"))
+    settings = read_settings(["--val_files", "v.parquet"], {"DATA_DIR": str(tmp_path), "TRAIN_FILE": "mine.parquet"})
+    assert settings.train_files == str(tmp_path / "mine.parquet") and settings.val_files == str(Path("v.parquet").absolute())
+
+
+@pytest.mark.parametrize("environment, message", [
+    ({"GPUS": "four"}, "environment variable GPUS: 'four' is not an integer"), ({"GPU_UTIL": "70"}, "environment variable GPU_UTIL"),
+    ({"TRAIN_FILE": "a", "TRAIN_FILES": "b"}, "TRAIN_FILES and TRAIN_FILE are one setting")])
+def test_a_wrong_released_variable_is_refused_by_its_own_name(environment, message):
+    with pytest.raises(UserError, match=message):
+        read_settings([], environment)
+
+
+def test_what_a_released_variable_cannot_mean_here_is_said_in_a_line():
+    pytest.importorskip("wandb")
+    notes = check_settings(read_settings(["--model", "org/m"], {}), {"BASE": "/b", "REPO_DIR": "/r", "HOME": "/h"})
+    assert [note.split(" ")[0] for note in notes if "paper's script" in note] == ["BASE", "REPO_DIR"]
+
+
+STAND_IN = """#!/bin/sh
+printf '%s\\n' "$0" "$CUDA_VISIBLE_DEVICES" "$MODEL" "$TRAIN_FILE" "$GROUP_SIZE"
+exit 3
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """CONDA_ROOT with an environment ``verl`` whose python prints what it was given."""
+    python = tmp_path / "conda" / "envs" / "verl" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    return python
+
+
+def launched(script, environment):
+    clean = {name: text for name, text in os.environ.items() if name not in (*RELEASED, "CUDA_VISIBLE_DEVICES", "DATA_DIR")}
+    done = subprocess.run(["bash", script], env={**clean, **environment}, capture_output=True, text=True)
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_the_environments_of_the_released_script_are_found(stand_in, tmp_path):
+    root = {"CONDA_ROOT": str(tmp_path / "conda")}
+    code, said, err = launched(LAUNCHER, {**root, "ENV_NAME": "verl", "PYTHON_BIN": "python", "GPUS": "1,3", "MODEL": "org/m"})
+    assert (code, said[:3]) == (3, [str(stand_in), "1,3", "org/m"]), err
+    assert launched(LAUNCHER, {"PYTHON_BIN": str(stand_in), "ENV_NAME": "none"})[1][0] == str(stand_in)
+    for wrong, message in (({**root, "ENV_NAME": "other"}, "envs/other/bin/python"), ({"PYTHON_BIN": "/no/python"}, "/no/python"),
+                           ({"PYTHON_BIN": "no_such_python"}, "no_such_python")):  # fmt: skip
+        code, _, err = launched(LAUNCHER, wrong)
+        assert code == 2 and len(err.splitlines()) == 1 and message in err
+
+
+def test_the_section_at_the_top_may_be_edited(stand_in, tmp_path):
+    text = LAUNCHER.read_text()
+    for name, value in (("CONDA_ROOT", str(tmp_path / "conda")), ("ENV_NAME", "verl"), ("MODEL", "org/m"), ("GROUP_SIZE", "16"),
+                        ("DATA_DIR", "/d"), ("TRAIN_FILE", "$DATA_DIR/t.parquet")):  # fmt: skip
+        text, found = re.subn(rf"^# {name}=.*$", f'{name}="{value}"', text, flags=re.MULTILINE)
+        assert found == 1, name
+    script = tmp_path / "grpo_train.sh"
+    script.write_text(text)
+    code, said, err = launched(script, {"MODEL": "org/other", "CUDA_VISIBLE_DEVICES": "5"})
+    assert (code, said) == (3, [str(stand_in), "5", "org/m", "/d/t.parquet", "16"]), err
