@@ -30,8 +30,8 @@ def parse_args():
     parser.add_argument("--dataset", default="Kyleyee/arithmetic-test", help="hub id, or a local file or folder")
     parser.add_argument("--split", default="train", help="split of a hub or saved data set (%(default)s)")
     parser.add_argument("--n_oracle", type=integer(1), default=1000, help="continuations per prompt (%(default)s)")
-    parser.add_argument("--batch_size", type=integer(1), default=128, help="continuations at a time (%(default)s)")
-    parser.add_argument("--out_dir", default="outputs/oracle", help="folder of the table (%(default)s)")
+    parser.add_argument("--batch_size", type=integer(1), default=32, help="continuations at a time (%(default)s)")
+    parser.add_argument("--out_dir", default="oracle_v_results", help="folder of the table (%(default)s)")
     return parser.parse_args()
 
 

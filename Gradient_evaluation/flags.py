@@ -15,7 +15,7 @@ GRAM_DTYPES = ("float32", "bfloat16")
 def add_shared_flags(parser: argparse.ArgumentParser) -> None:
     """Model, sampling law, reward, seed and machine; names and defaults as published where the paper has them."""
     parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="hub id or local folder (%(default)s)")
-    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
+    parser.add_argument("--revision", default="main", help="branch, tag or commit of a hub model (%(default)s)")
     parser.add_argument("--temperature", type=number(0, low_included=False), default=1.0, help="(%(default)s)")
     parser.add_argument("--top_p", type=number(0, 1, low_included=False), default=0.95, help="(%(default)s)")
     parser.add_argument("--top_k", type=integer(0), default=0, help="keep the k likeliest tokens, 0 for all (0)")
@@ -23,7 +23,8 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop", nargs="+", default=[], metavar="TEXT", type=_stop_text,
                         help=r"end a continuation at any of these strings (\n is a new line); the reward reads what is before")
     parser.add_argument("--reward", choices=sorted(REWARDS), default="integer",
-                        help="integer: the last integer equals the answer; math: Math-Verify (%(default)s)")
+                        help="integer: the last number is the answer; last_integer: the last digits, as the paper's scripts read "
+                             "them; math: Math-Verify (%(default)s)")
     parser.add_argument("--seed", type=integer(0), default=0, help="(%(default)s)")
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bf16 on CUDA, else fp32")
     parser.add_argument("--device", default="auto", help="auto: CUDA if there is one, else the CPU")

@@ -28,7 +28,8 @@ def law_record(args: argparse.Namespace, tokenizer) -> dict:
     stored beside, tells two folders of one name apart.
     """
     model = model_label(args.model) if Path(args.model).is_dir() else args.model
-    return {"model": model, "revision": args.revision, "temperature": args.temperature, "top_p": args.top_p,
+    revision = None if args.revision == "main" else args.revision  # as tables have it whose script had no default
+    return {"model": model, "revision": revision, "temperature": args.temperature, "top_p": args.top_p,
             "top_k": args.top_k, "max_new_tokens": args.max_new_tokens, "stop": list(args.stop),
             "reward": args.reward, "prompt_format": prompt_format(tokenizer)}
 

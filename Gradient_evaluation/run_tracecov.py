@@ -7,7 +7,7 @@
         --oracle_table outputs/qwen/oracle_v_n1000_Qwen2.5-0.5B-Instruct.jsonl --save_json outputs/qwen
     python Gradient_evaluation/run_tracecov.py --from_grams outputs/demo/grams --K_list 2 3 5 --save_json outputs/any_K
 
-For T prompts of the oracle table it samples M * max(K_list) continuations each, builds the Gram matrix of their
+For T prompts, drawn from the oracle table by --seed, it samples M * max(K_list) continuations each, builds the Gram matrix of their
 scores over all parameters (score_gram.py), and computes from it the traces of the vanilla, GRPO and oracle
 estimators at every group size at once (estimators.py). Each prompt's Gram is stored as soon as it is done: run the
 command again and it continues, or give --from_grams to compute other group sizes without a model.
@@ -36,20 +36,22 @@ from Gradient_evaluation.flags import GRAM_DTYPES, add_shared_flags  # noqa: E40
 # The flags that --from_grams heeds; every other one says how Grams are made.
 WITH_FROM_GRAMS = ("--from_grams", "--K_list", "--estimators", "--budget", "--save_json", "--plot_path", "--skip_plot", "--quiet")
 # Flags that decide how Grams are cut and which prompts there are; run.json keeps them, for messages and --from_grams.
-KEPT = ("T", "M", "K_list", "block_size", "estimators")
+KEPT = ("T", "M", "K_list", "block_size", "estimators", "subsample_prompts")
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     add_shared_flags(parser)
-    parser.add_argument("--oracle_table", help="JSONL table of calculate_oracle_v.py")
-    parser.add_argument("--T", type=integer(1), default=500, help="prompts, fewer if the table has fewer (%(default)s)")
+    parser.add_argument("--oracle_table", help="table of calculate_oracle_v.py, JSONL or parquet")
+    parser.add_argument("--T", type=integer(1), default=500,
+                        help="prompts, drawn at random by --seed; fewer if the table has fewer (%(default)s)")
     parser.add_argument("--M", type=integer(1), default=16, help="repeats at the largest group size (%(default)s)")
     parser.add_argument("--K_list", nargs="+", default=["4", "8", "16", "32", "64"], metavar="K",
                         help="group sizes (4 8 16 32 64)")
     parser.add_argument("--gen_bs", type=integer(1), default=64, help="continuations sampled at a time (%(default)s)")
-    parser.add_argument("--subsample_prompts", action="store_true",
-                        help="draw the T prompts at random by --seed instead of taking the first T")
+    parser.add_argument("--subsample_prompts", nargs="?", type=integer(1), metavar="N",
+                        help="draw N rows of the table first, by --seed, and the T prompts from these; without N: no effect, "
+                             "the T prompts are drawn from the whole table")
     parser.add_argument("--block_size", type=integer(4),
                         help="continuations per Gram, at least 4; less takes less memory (max(K_list), twice that for some "
                              "--estimators)")
@@ -71,7 +73,7 @@ def parse_args():
                         help="size of the gradient sketches behind the group-size law, 0 for none (%(default)s)")
     parser.add_argument("--allow_mismatch", action="store_true", help="take a table made under another law")
     parser.add_argument("--from_grams", metavar="DIR", help="recompute from stored Grams alone, without a model")
-    parser.add_argument("--save_json", default="outputs/tracecov", help="folder of results and Grams (%(default)s)")
+    parser.add_argument("--save_json", help="folder of results and Grams (required)")
     parser.add_argument("--plot_path", help="folder of the figure (that of --save_json)")
     parser.add_argument("--skip_plot", action="store_true", help="no figure")
     args = parser.parse_args()
@@ -94,6 +96,8 @@ def parse_args():
         parser.error("--sketch_dim must be 0 or at least 2, got 1")
     if not (args.oracle_table or args.from_grams):
         parser.error("give --oracle_table (from calculate_oracle_v.py) or --from_grams")
+    if not args.save_json:
+        parser.error("--save_json is required: the folder of results and Grams")
     return args
 
 
@@ -134,19 +138,30 @@ class Plan(NamedTuple):
 
     grams: Path  # folder of the Gram files
     identity: dict  # of the run, without the weights' fingerprint
-    chosen: list[tuple[int, Row, list[int]]]  # place in the table, row, token ids of the prompt
+    chosen: list[tuple[int, Row, list[int]]]  # as drawn: index in the table, row, token ids of the prompt
     todo: list[tuple[int, Row, list[int]]]  # those of them without a Gram file
     n_long: int  # prompts left out as too long
 
 
+def drawn(n: int, T: int, subsample: int | None, seed: int) -> list[int]:
+    """Indices of T rows of a table of n, in the order in which they are measured: the paper's released choice.
+
+    ``subsample`` rows are drawn where the table has more; these are shuffled, by a generator of the same seed, and the
+    first T taken. So the prompts of a smaller T are the first of a larger, and an interrupted run a random sample.
+    """
+    order = list(range(n))
+    if subsample is not None and subsample < n:
+        order = np.random.default_rng(seed).choice(n, size=subsample, replace=False).tolist()
+    np.random.default_rng(seed).shuffle(order)
+    return order[:T]
+
+
 def choose_rows(rows: list[Row], args, tokenizer) -> tuple[list[tuple[int, Row, list[int]]], int]:
-    """T rows of the oracle table with their places in it and token ids, and how many rows were too long."""
+    """The drawn rows of the oracle table with their index in it and token ids, and how many rows were too long."""
     place, n_long = {row.prompt_id: i for i, row in enumerate(rows)}, 0
     if args.skip_long:
         rows, prompts, n_long = tokenised(rows, args, tokenizer)
-    picked = np.arange(min(args.T, len(rows)))
-    if args.subsample_prompts and args.T < len(rows):
-        picked = np.sort(np.random.default_rng(args.seed).choice(len(rows), args.T, replace=False))
+    picked = drawn(len(rows), args.T, args.subsample_prompts, args.seed)
     rows = [rows[i] for i in picked]
     prompts = [prompts[i] for i in picked] if args.skip_long else tokenised(rows, args, tokenizer)[1]
     return [(place[row.prompt_id], row, prompt_ids) for row, prompt_ids in zip(rows, prompts)], n_long
@@ -176,8 +191,21 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     if args.overwrite:
         todo = chosen
     elif (grams / IDENTITY).exists():
-        refuse_difference(str(grams / IDENTITY), read_identity(grams / IDENTITY), identity, kept_flags(args))
+        found = read_identity(grams / IDENTITY)
+        refuse_difference(str(grams / IDENTITY), found, identity, kept_flags(args))
+        note_older_choice(grams, found, chosen)
     return Plan(grams, identity, chosen, todo, n_long)
+
+
+def note_older_choice(grams: Path, found: dict, chosen: list[tuple[int, Row, list[int]]]) -> None:
+    """Say where a folder was begun when a run took the first T rows of its table, and has Grams of prompts not drawn."""
+    if "subsample_prompts" in (found.get("flags") or {}):
+        return
+    drawn_now = {gram_store.path_of(grams, row.prompt_id).name for _, row, _ in chosen}
+    others = sum(path.name not in drawn_now for path in grams.glob("*.npz"))
+    if others:
+        print(f"note: {grams}: begun when a run took the first T rows; now they are drawn at random by --seed. {others} of its "
+              "Grams are of prompts that are not drawn; they stay, unused, and --from_grams reads them", file=sys.stderr)
 
 
 def is_measured(plan: Plan, args) -> bool:
@@ -219,9 +247,10 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> N
             _, row, prompt_ids = plan.chosen[0]
             checks["self_audit"] = finite_at(row, measurement.audit, row, prompt_ids)
             write_json(plan.grams / CHECKS, checks)
+        order = {row.prompt_id: position for position, (_, row, _) in enumerate(plan.chosen)}
         for place, row, prompt_ids in processes.share(plan.todo):
             record = finite_at(row, measurement.measure, row, prompt_ids, place)
-            record.save(plan.grams)
+            replace(record, order=order[row.prompt_id]).save(plan.grams)
             progress.done(float(record.rewards.mean()), len(record.rewards))
     smallest = min(processes.gather(measurement.generation.size))
     if processes.is_first and smallest < checks["gen_bs"]:
@@ -229,11 +258,12 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> N
 
 
 def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
-    """The Gram records of the chosen prompts, with the oracle values their table has now."""
-    for place, row, _ in plan.chosen:
+    """The Gram records of the chosen prompts in the order of the table, with the oracle values it has now."""
+    for order, (place, row, _) in sorted(enumerate(plan.chosen), key=lambda each: each[1][0]):
         record = gram_store.load(gram_store.path_of(plan.grams, row.prompt_id))
-        current = replace(record, index=place, oracle_value=row.oracle_value, n_oracle=row.oracle_samples)
-        if (current.index, current.oracle_value, current.n_oracle) != (record.index, record.oracle_value, record.n_oracle):
+        now = {"index": place, "order": order, "oracle_value": row.oracle_value, "n_oracle": row.oracle_samples}
+        current = replace(record, **now)
+        if any(getattr(record, name) != value for name, value in now.items()):
             current.save(plan.grams)
         yield current
 

@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from Gradient_evaluation import estimators
+from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.durable_files import write_json
 from Gradient_evaluation.estimator_table import DEFAULT
 from Gradient_evaluation.group_size_law import group_size_law
+from Gradient_evaluation.integer_answer import check_integer_ground_truth
 from Gradient_evaluation.layer_traces import by_layer
 from Gradient_evaluation.prompt_pairs import SketchPart, prompt_averaged_cosines
 from Gradient_evaluation.tables import Row
@@ -36,7 +38,8 @@ class Notes:
     def passing(self, records: Iterable) -> Iterable:
         """Pass the records on, noting each."""
         for record in records:
-            self.table.append({"prompt": record.prompt, "ground_truth": record.ground_truth,
+            self.table.append({"prompt_index": record.order, "table_row": record.index, "prompt": record.prompt,
+                               "gold": gold_of(record.ground_truth), "ground_truth": record.ground_truth,
                                "V_oracle": record.oracle_value, "n_oracle": record.n_oracle,
                                "mean_reward": float(record.rewards.mean())})
             self.block_sizes.update(len(gram) for gram in record.grams)
@@ -45,6 +48,14 @@ class Notes:
             self.sketches.append(record.sketch)
             self.sketch_names, self.sketch_layout = record.sketch_names, record.sketch_layout
             yield record
+
+
+def gold_of(ground_truth):
+    """The integer that a ground truth means, as the released detailed files have it; any other as it is."""
+    try:
+        return check_integer_ground_truth(ground_truth)
+    except UserError:
+        return ground_truth
 
 
 def results_path(folder: str | Path, label: str) -> Path:
@@ -71,16 +82,29 @@ def write_results(args, records: Iterable, about: dict, label: str, gen_bs: int 
                                        [row["V_oracle"] for row in notes.table], args.K_list, seed=args.seed)
     sizes = {str(size): notes.block_sizes[size] for size in sorted(notes.block_sizes)}
     results = {**summary, **about, "batches": {"gen_bs": gen_bs, "blocks_by_size": sizes}}
-    for K in args.K_list:
+    for position, K in enumerate(args.K_list):
+        averages = {name: curve[position] for name, curve in summary["conditional_on_x"].items()}
         traces = estimators.prompt_trace_covs(prompts, K, args.estimators)
-        columns = {name: _per_prompt(values, len(notes.table)) for name, values in traces.items()}
-        rows = [{**row, "K": K, "trace_cov": {name: column[i] for name, column in columns.items()}}
-                for i, row in enumerate(notes.table)]
-        write_json(detailed_path(folder, label, K), rows)
+        write_json(detailed_path(folder, label, K), detailed(K, notes.table, traces, averages))
     if not args.overwrite and (lost := replaced(results_path(folder, label), results)):
         print(f"note: {lost}", file=sys.stderr)
     write_json(results_path(folder, label), results)
     return results
+
+
+def detailed(K: int, table: Sequence[dict], traces: dict, averages: dict) -> dict:
+    """The detailed file of one K: the released keys, and in every row of ``prompt_results`` also ours.
+
+    table: the rows' other columns, in the order of the oracle table; traces: {estimator: a value per row, or None};
+    averages: {published estimator: mean trace}. The rows are listed in the order in which the prompts were drawn, as
+    in the released files: ``prompt_index`` is the position in it, null for Grams older than that order.
+    """
+    columns = {name: _per_prompt(values, len(table)) for name, values in traces.items()}
+    rows = [{**row, "K": K, "tr_cov": {name: columns[name][i] for name in averages},
+             "trace_cov": {name: column[i] for name, column in columns.items()}} for i, row in enumerate(table)]  # fmt: skip
+    if all(row["prompt_index"] is not None for row in rows):
+        rows.sort(key=lambda row: row["prompt_index"])
+    return {"K": K, "prompt_results": rows, "avg_traces": averages}
 
 
 def replaced(path: Path, results: dict) -> str | None:
@@ -113,10 +137,11 @@ def finished_results(args, label: str, rows: Sequence[Row]) -> dict | None:
         return None
     try:
         results = json.loads(results_path(args.save_json, label).read_text(encoding="utf-8"))
-        detailed = [json.loads(detailed_path(args.save_json, label, K).read_text(encoding="utf-8")) for K in args.K_list]
+        files = [json.loads(detailed_path(args.save_json, label, K).read_text(encoding="utf-8")) for K in args.K_list]
+        tables = [file["prompt_results"] for file in files]
         config = {name: value for name, value in results["config"].items() if name not in NOT_IN_RESULTS}
         found = [[[row["prompt"], row["ground_truth"], row["V_oracle"], row["n_oracle"]] for row in table]
-                 for table in detailed]
+                 for table in tables]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     if not {"estimators", "group_size_law", "score_norm_sq", "on_policy_check"} <= set(results):

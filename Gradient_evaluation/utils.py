@@ -2,6 +2,7 @@ r"""Prompts and rewards: what both evaluation scripts, the training workers and 
 
     format_prompt(tokenizer, prompt)          -> token ids, exactly one BOS where the tokenizer uses one
     integer_reward(text, ground_truth)        -> 1.0 or 0.0: is the last number of the text the integer?
+    last_integer_reward(text, ground_truth)   -> the same by the rule of the paper's released scripts
     math_reward(text, ground_truth)           -> 1.0 or 0.0: does Math-Verify find the answer equal?
     REWARDS["integer"].check(ground_truth)    -> the answer a reward compares with, or UserError
 
@@ -18,7 +19,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from Gradient_evaluation.cli import UserError
-from Gradient_evaluation.integer_answer import check_integer_ground_truth, parse_integer_answer, shorten_repr
+from Gradient_evaluation.integer_answer import LONGEST_INTEGER, check_integer_ground_truth, parse_integer_answer, shorten_repr
 from Gradient_evaluation.math_worker import MATH_WORKER
 
 Messages = list[dict[str, str]]
@@ -152,6 +153,26 @@ def integer_reward(text: str, ground_truth: Any) -> float:
     return float(check_integer_ground_truth(ground_truth) == parse_integer_answer(text))
 
 
+def parse_last_integer(text: str) -> int | None:
+    r"""The last match of ``-?\d+`` in ``text``; None without one, or with more than LONGEST_INTEGER digits."""
+    last = None
+    for last in re.finditer(r"-?\d+", text):
+        pass
+    return int(last[0]) if last and len(last[0]) <= LONGEST_INTEGER else None
+
+
+def last_integer_reward(text: str, ground_truth: Any) -> float:
+    r"""1.0 if the last match of ``-?\d+`` in ``text`` is the integer ``ground_truth``, else 0.0.
+
+    This is the rule of the paper's released scripts, for comparisons with their numbers. It reads the tail of a decimal
+    as an answer, and an operator as a sign. Raises UserError as integer_reward does.
+
+    >>> last_integer_reward("12 + 7 = 19", 19), last_integer_reward("3.50", 50), last_integer_reward("9-2", -2)
+    (1.0, 1.0, 1.0)
+    """
+    return float(check_integer_ground_truth(ground_truth) == parse_last_integer(text))
+
+
 def check_math_ground_truth(value: Any) -> str:
     r"""The LaTeX of the answer in ``value``, once Math-Verify has parsed it.
 
@@ -223,6 +244,7 @@ class Reward(NamedTuple):
 
 REWARDS = {
     "integer": Reward(check_integer_ground_truth, integer_reward),
+    "last_integer": Reward(check_integer_ground_truth, last_integer_reward),
     "math": Reward(check_math_ground_truth, math_reward),
 }
 

@@ -39,6 +39,9 @@ def check_settings(settings: Settings, environment: Mapping[str, str]) -> list[s
     checks.check_no_secret(settings.passed, environment)
     if importlib.util.find_spec("wandb") is None:
         raise UserError("the package wandb is not installed; pip install wandb")
+    for name, instead in (("BASE", "MODEL, DATA_DIR and RUN_DIR as paths"), ("REPO_DIR", "nothing: the launcher finds its own files")):
+        if environment.get(name, "").strip():
+            notes.append(f"{name} of the paper's script is not read here; give {instead}")
     if wandb_mode(environment) == "offline":
         notes.append(f"W&B goes offline; later: wandb sync {shlex.quote(settings.run_dir)}/wandb/offline-run-*")
     return notes

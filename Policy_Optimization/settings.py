@@ -3,7 +3,8 @@
     read_settings(arguments, environment)  -> Settings: values by name, where each came from, what follows "--"
     verl_overrides(settings)               -> ["data.train_batch_size=32", ...] in Hydra's syntax
 
-A setting is a flag (``--group_size 32``), else an environment variable (``GROUP_SIZE=32``), else its default.
+A setting is a flag (``--group_size 32``), else an environment variable (``GROUP_SIZE=32``, or the one of the paper's
+script, ``PUBLISHED``), else its default.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ SETTINGS = (
     Setting("max_response_length", integer(1), 512, "tokens"),
     Setting("temperature", positive, 1.0, "of the training continuations; validation is greedy"),
     Setting("rollout", str, "vllm", "engine that samples", ("vllm", "sglang", "trtllm")),
-    Setting("reward", str, None, "default: what each row of the data says", ("integer", "math")),
+    Setting("reward", str, None, "default: what each row of the data says", ("integer", "last_integer", "math")),
     Setting("seed", integer(0), 0, "of the data order and the sampling"),
     Setting("gpus_per_node", integer(1), 8, ""),
     Setting("nnodes", integer(1), 1, "machines; more than one need --ray_address"),
@@ -77,6 +78,9 @@ SETTINGS = (
     Setting("experiment", str, None, "W&B run name; default MODEL_ESTIMATOR_gG_seedS"),
     Setting("run_dir", str, None, "everything the run writes; default outputs/train/EXPERIMENT"),
 )  # fmt: skip
+# The variables of the paper's script -> the settings they are here; those of the same name need no entry.
+PUBLISHED = {"TRAIN_FILE": "train_files", "VAL_FILE": "val_files", "GPUS": "gpus_per_node",
+             "GPU_UTIL": "gpu_memory_utilization", "EXPERIMENT_NAME": "experiment", "PROJECT_NAME": "project"}
 BUDGETS = (("train_batch_size", "budget"), ("mini_batch_size", "update_budget"), ("epochs", "epoch_budget"))
 
 
@@ -122,19 +126,43 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
     values, origin = {}, {}
     for setting in SETTINGS:
         values[setting.name], origin[setting.name] = getattr(given, setting.name), "flag"
-        variable = setting.name.upper()
-        if values[setting.name] is None and environment.get(variable, "").strip():
-            values[setting.name] = _from_environment(setting, environment[variable])
+        variable = _variable_of(setting.name, environment)
+        if values[setting.name] is None and variable:
+            values[setting.name] = _from_environment(setting, variable, environment)
             origin[setting.name] = "environment"
         if values[setting.name] is None:
             values[setting.name], origin[setting.name] = setting.default, "default"
     settings = Settings(values, origin, arguments[split + 1 :], given.dry_run, given.allow_changes)
-    _derive(settings)
+    if environment.get("DATA_DIR", "").strip():
+        _look_in_data_folder(settings, environment["DATA_DIR"].strip())
+    _derive(settings, environment.get("RUN_TAG", "").strip())
     return settings
 
 
-def _from_environment(setting: Setting, text: str) -> Any:
-    variable = setting.name.upper()
+def _variable_of(name: str, environment: Mapping[str, str]) -> str | None:
+    """The environment variable that gives a setting, ours or that of the paper's script; UserError if they differ."""
+    names = [name.upper(), *(published for published, ours in PUBLISHED.items() if ours == name)]
+    found = [variable for variable in names if environment.get(variable, "").strip()]
+    if len({environment[variable] for variable in found}) > 1:
+        raise UserError(f"environment variables {' and '.join(found)} are one setting, with two values; unset one of them")
+    return found[0] if found else None
+
+
+def _look_in_data_folder(settings: Settings, folder: str) -> None:
+    """DATA_DIR of the paper's script: where the data files are. A file named in full, or by a flag, stays."""
+    values, origin = settings.values, settings.origin
+    for name, usual in (("train_files", ("train.parquet",)), ("val_files", ("val.parquet", "test.parquet"))):
+        if origin[name] == "default":
+            there = [file for file in usual if (Path(folder).expanduser() / file).is_file()]
+            values[name], origin[name] = str(Path(folder) / (there or usual)[0]), "environment"
+        elif origin[name] == "environment" and not Path(values[name]).expanduser().exists():
+            values[name] = str(Path(folder) / values[name])
+
+
+def _from_environment(setting: Setting, variable: str, environment: Mapping[str, str]) -> Any:
+    text = environment[variable]
+    if variable == "GPUS" and "," in text:  # a list of devices; grpo_train.sh makes it CUDA_VISIBLE_DEVICES
+        text = str(len([device for device in text.split(",") if device.strip()]))
     try:
         value = setting.convert(text)
     except argparse.ArgumentTypeError as error:
@@ -144,7 +172,7 @@ def _from_environment(setting: Setting, text: str) -> Any:
     return value
 
 
-def _derive(settings: Settings) -> None:
+def _derive(settings: Settings, run_tag: str) -> None:
     values = settings.values
     for name in ("model", "train_files", "val_files"):
         if not values[name].strip():
@@ -161,7 +189,7 @@ def _derive(settings: Settings) -> None:
         values[name], settings.origin[name] = values[budget] // size, "derived"
     if values["experiment"] is None:
         model = re.sub(r"[^\w.+-]", "_", Path(values["model"]).absolute().name)
-        label = f"{model}_{values['estimator']}_g{size}_seed{values['seed']}"
+        label = f"{model}_{values['estimator']}_g{size}_seed{values['seed']}" + (f"_{run_tag}" if run_tag else "")
         values["experiment"], settings.origin["experiment"] = label, "derived"
     if not re.fullmatch(r"[\w.+-]+", values["experiment"]):
         raise UserError(f"--experiment {values['experiment']!r}: use letters, digits, '.', '_', '-' and '+'")

@@ -62,7 +62,7 @@ export HF_HOME="${HF_HOME:-$real_dir/cache/huggingface}" # one copy of a hub mod
 
 launch() { # SIZE SEED RUN [more flags of the launcher]
   # Sizes, seeds and folders are the sweep's: these flags win over variables of the same names.
-  env -u TRAIN_BATCH_SIZE -u MINI_BATCH_SIZE -u EPOCHS -u EXPERIMENT \
+  env -u TRAIN_BATCH_SIZE -u MINI_BATCH_SIZE -u EPOCHS -u EXPERIMENT -u EXPERIMENT_NAME \
     bash "$here/grpo_train.sh" "${python_flags[@]}" "${@:4}" --group_size "$1" --seed "$2" \
     --run_dir "$real_dir/$3" "${budget_flags[@]}" "${verl[@]}"
 }

@@ -106,7 +106,7 @@ def answer_text(value: Any, reward: str, kind: str) -> str:
     if kind == "math":
         value = _boxed_answer(value)
     checked = REWARDS[reward].check(value)
-    if reward == "integer":
+    if isinstance(checked, int):
         return str(checked)
     text = str(value)
     if "####" in text:

@@ -19,6 +19,7 @@ from plots.plot_scores import (best_baseline, plot_best_baselines, plot_on_polic
                                reward_classes)
 from plots.style import name_of
 from test_plot_tracecov import notes
+from test_scripts import detailed_rows
 
 NEED_GRAMS = [
     (plot_prompt_traces, (4,)), (plot_variance_shares, (4,)), (plot_score_norms, ()), (plot_best_baselines, (4,)),
@@ -51,7 +52,7 @@ def starting(shown: dict, text: str):
 
 
 def test_each_prompt_is_drawn_at_its_v_and_its_trace(measured, small_run):
-    rows = json.loads((small_run / "tracecov_tiny_model_K4_detailed.json").read_text())
+    rows = detailed_rows(small_run / "tracecov_tiny_model_K4_detailed.json")
     _, ax = plot_prompt_traces(measured, 4)
     shown = lines(ax)
     for name, label in (("naive", "vanilla"), ("grpo", "GRPO"), ("oracleV", "oracle")):
@@ -134,7 +135,7 @@ def test_the_best_baseline_is_the_reward_weighted_by_the_squared_norms():
 
 
 def test_prompts_are_marked_by_whether_grpo_is_noisier_than_vanilla_and_ties_are_counted_apart(measured, small_run):
-    rows = json.loads((small_run / "tracecov_tiny_model_K4_detailed.json").read_text())
+    rows = detailed_rows(small_run / "tracecov_tiny_model_K4_detailed.json")
     gaps = [row["trace_cov"]["grpo"] - row["trace_cov"]["naive"] for row in rows]
     shown = lines(plot_best_baselines(measured, 4)[1])
     counts = [sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps), sum(gap == 0 for gap in gaps)]

@@ -41,6 +41,9 @@ def test_training_scores_math_as_the_evaluation_does(text, gold):
     [
         ("so 12 + 7 = 19.", "integer", "19"),
         ("no number", "integer", ""),
+        ("so 10-2", "integer", "2"),
+        ("so 10-2", "last_integer", "-2"),
+        ("no number", "last_integer", ""),
         (r"\boxed{1} then \boxed{\frac{1}{2}}", "math", r"\frac{1}{2}"),
         ("it is\n#### 72", "math", "72"),
         ("72 in all", "math", "72"),

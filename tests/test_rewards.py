@@ -22,11 +22,26 @@ from Gradient_evaluation.utils import (
     check_math_ground_truth,
     integer_reward,
     last_boxed,
+    last_integer_reward,
     math_reward,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
 CASES = [json.loads(line) for line in (ROOT / "tests/cases/reward_integer.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("text, gold, reward", [
+    ("so 12 + 7 = 19.", 19, 1.0), ("19, because 12 + 7", 19, 0.0), ("-7", "-7", 1.0), ("10-2", -2, 1.0), ("10-2", 2, 0.0),
+    ("3.50", 50, 1.0), ("1,234", 1234, 0.0), ("1,234", 234, 1.0), ("1e5", 5, 1.0), ("007", "7.0", 1.0), ("\u0663", 3, 1.0),
+    ("none", 0, 0.0), ("", 0, 0.0), ("9" * 9000, 9, 0.0), ("so\n19", "a\n#### 19", 1.0)])
+def test_last_integer_is_the_released_rule(text, gold, reward):
+    assert last_integer_reward(text, gold) == REWARDS["last_integer"].score(text, gold) == reward
+
+
+def test_last_integer_refuses_what_is_no_integer():
+    for gold in ("n/a", 3.5, None, True):
+        with pytest.raises(UserError, match="ground_truth"):
+            REWARDS["last_integer"].check(gold)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["kind"])
