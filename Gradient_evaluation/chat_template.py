@@ -4,8 +4,11 @@
     plain_fields(message)                   the fields of a message beside role and content, in plain types
     tool_schemas(value)                     the column ``tools`` as a list of function schemas
     Chat(kwargs, date)                      what every prompt of a run is rendered with
-    chat_of(tokenizer, kwargs, dates)       the same, checked against the template, its date pinned
+    check_variables(tokenizer, kwargs)      UserError for a variable that the template does not read
+    chat_of(tokenizer, kwargs, dates)       a Chat, its variables checked and its date pinned
     render(tokenizer, messages, tools, chat)
+    verl_text(tokenizer, messages, kwargs)  the same as VERL renders a row of its parquet
+    date_string(tokenizer, kwargs)          today's date as the template prints it, where a variable can stand for it
 
 transformers passes a variable that the template does not read on without a word, and a template may print today's
 date. The first is refused here by name, the second is the date that the run began with.
@@ -14,6 +17,7 @@ date. The first is refused here by name, the second is the date that the run beg
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import sys
@@ -111,12 +115,13 @@ def _templates(tokenizer) -> list[str]:
     return list(template.values()) if isinstance(template, dict) else [template] if template else []
 
 
-def chat_of(tokenizer, kwargs: Mapping[str, Any], dates: Iterable[Any] = (), what: str = "this run") -> Chat:
-    """What prompts are rendered with; UserError for a variable that the template does not read.
+def prints_date(tokenizer, kwargs: Mapping[str, Any]) -> bool:
+    """Whether what the template makes of a prompt depends on the day."""
+    return "date_string" not in kwargs and "strftime_now" in template_variables(tokenizer)
 
-    dates: those earlier parts of the same run began with; the first of them is used again. Else it is today's, and a
-    note on stderr says so for ``what``.
-    """
+
+def check_variables(tokenizer, kwargs: Mapping[str, Any]) -> None:
+    """UserError for a variable that the chat template does not read, or that is ours to set."""
     for name in kwargs:
         if name in OURS:
             raise UserError(f"{FLAG}: {name} comes from {OURS[name]}; leave it out")
@@ -127,12 +132,21 @@ def chat_of(tokenizer, kwargs: Mapping[str, Any], dates: Iterable[Any] = (), wha
     if unread := [name for name in kwargs if name not in read]:
         known = ", ".join(sorted(read - set(OURS) - set(tokenizer.special_tokens_map))) or "none"
         raise UserError(f"{FLAG}: the chat template of {name_of_it} does not read {', '.join(unread)} (it reads: {known})")
-    if "strftime_now" not in read or "date_string" in kwargs:
+
+
+def chat_of(tokenizer, kwargs: Mapping[str, Any], dates: Iterable[Any] = ()) -> Chat:
+    """What prompts are rendered with; UserError for a variable that the template does not read.
+
+    dates: those earlier parts of the same run began with; the first of them is used again. Else it is today's, and a
+    note on stderr says so.
+    """
+    check_variables(tokenizer, kwargs)
+    if not prints_date(tokenizer, kwargs):
         return Chat(dict(kwargs))
     date = next((date for date in dates if _is_date(date)), None)
     if date is None:
         date = datetime.date.today().isoformat()
-        print(f"note: the chat template prints the date; {what} keeps {date}, also when it is continued", file=sys.stderr)
+        print(f"note: the chat template prints the date; this run keeps {date}, also when it is continued", file=sys.stderr)
     return Chat(dict(kwargs), date)
 
 
@@ -166,6 +180,42 @@ def render(tokenizer, messages: Messages, tools: Sequence[Mapping] = (), chat: C
     if calls and not any("tool_calls" in text for text in templates):
         raise UserError("the prompt has tool_calls, and the chat template reads none; remove them, or use a model with tool use")
     return _apply(tokenizer, messages, tools, chat, prefilled)
+
+
+def verl_text(tokenizer, messages: Messages, kwargs: Mapping[str, Any]) -> str:
+    """The text VERL makes of a row's messages: all fields of the file, null where a message has none of them.
+
+    Raises UserError where the template refuses them, or renders such messages otherwise than those without null.
+    """
+    whole = [{name: plain(value) for name, value in message.items() if value is not None or name == "content"}
+             for message in messages]  # fmt: skip
+    texts = []
+    for each in [messages] if whole == messages else [messages, whole]:
+        try:
+            texts.append(tokenizer.apply_chat_template(each, add_generation_prompt=True, tokenize=False, **kwargs))
+        except Exception as error:  # a template is a program of its author's
+            reason = " ".join(f"{error}".split())[:300] or type(error).__name__
+            raise UserError(f"the chat template refuses this prompt: {reason}") from None
+    if texts[0] != texts[-1]:
+        raise UserError("VERL gives every message the fields of all, null where it has none, and the chat template then "
+                        "renders this prompt otherwise; write the fields into the content, or use another template")
+    return texts[0]
+
+
+def date_string(tokenizer, kwargs: Mapping[str, Any]) -> str | None:
+    """What the variable date_string must be for the template to print today's date; None where it does not read it."""
+    if not prints_date(tokenizer, kwargs) or "date_string" not in template_variables(tokenizer):
+        return None
+    printed: list[str] = []
+
+    def strftime_now(form: str) -> str:
+        printed.append(datetime.datetime.now().strftime(form))
+        return printed[-1]
+
+    ask = [{"role": "user", "content": "1 + 1"}]
+    with contextlib.suppress(Exception):  # a template that fails here is refused where the prompts are rendered
+        tokenizer.apply_chat_template(ask, tokenize=False, strftime_now=strftime_now, **kwargs)
+    return printed[0] if printed else None
 
 
 def _apply(tokenizer, messages: Messages, tools: Sequence[Mapping], chat: Chat, prefilled: bool) -> str:
