@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from chat_tokenizer import save_chat_tokenizer
 from test_chat_template import CALLED, DATED, LLAMA_3, TOOL, USES_TOOLS, on_day  # noqa: F401
-from test_launcher import FAKE_KEY, checkpoint, dry_run, needs_verl, place  # noqa: F401
+from test_launcher import checkpoint, dry_run, needs_verl, place  # noqa: F401
 from test_prepare_parquet import prepare, read, write_jsonl
 
 from Gradient_evaluation.cli import UserError
