@@ -22,6 +22,7 @@ import datetime
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from Gradient_evaluation.cli import UserError
@@ -94,20 +95,21 @@ def tool_schemas(value: Any) -> list[dict[str, Any]]:
 
 def template_variables(tokenizer) -> set[str]:
     """The variables that the tokenizer's chat template, or one of several, reads; empty without a template."""
+    return set().union(*map(_variables, _templates(tokenizer)))
+
+
+@lru_cache(maxsize=16)
+def _variables(text: str) -> frozenset[str]:
     from jinja2 import meta, nodes
     from jinja2.exceptions import TemplateError
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
-    found: set[str] = set()
-    for text in _templates(tokenizer):
-        try:
-            environment = _compile_jinja_template(text).environment
-            tree = environment.parse(text)
-            found |= meta.find_undeclared_variables(tree)
-            found |= {name.name for name in tree.find_all(nodes.Name) if name.name == "strftime_now"}  # a global there
-        except TemplateError:
-            continue  # a template that is none is refused, with its reason, once it renders
-    return found
+    try:
+        tree = _compile_jinja_template(text).environment.parse(text)
+    except TemplateError:
+        return frozenset()  # a template that is none is refused, with its reason, once it renders
+    clock = {name.name for name in tree.find_all(nodes.Name) if name.name == "strftime_now"}  # no variable: a global there
+    return frozenset(meta.find_undeclared_variables(tree) | clock)
 
 
 def _templates(tokenizer) -> list[str]:
@@ -223,6 +225,8 @@ def _apply(tokenizer, messages: Messages, tools: Sequence[Mapping], chat: Chat, 
     if chat.date is not None:  # a variable of this name stands before transformers' own function, which reads the clock
         settings["strftime_now"] = datetime.datetime.fromisoformat(chat.date).strftime
     attempts = [messages]
+    if any(message["content"] is None for message in messages):  # beside tool calls; some templates want text there
+        attempts.append([{**message, "content": message["content"] or ""} for message in messages])
     if any(message["role"] == "system" for message in messages):
         attempts.append(_fold_system(messages))
     reasons = []

@@ -57,6 +57,11 @@ def test_tool_calls_and_their_answers_reach_the_template_and_null_content_beside
     assert rendered(USES_TOOLS, CALLED) == CALLED_TEXT
 
 
+def test_a_template_that_wants_text_beside_tool_calls_gets_the_empty_one():
+    wants_text = "{% for m in messages %}{% if '</think>' in m['content'] %}{% endif %}{% endfor %}" + USES_TOOLS
+    assert rendered(wants_text, CALLED) == CALLED_TEXT
+
+
 def test_fields_that_are_null_do_not_reach_the_template():
     filled = [{"tool_calls": None, "tool_call_id": None, "name": None, "reasoning_content": None, **message} for message in CALLED]
     assert rendered(USES_TOOLS, filled) == CALLED_TEXT
