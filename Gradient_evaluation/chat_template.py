@@ -180,7 +180,7 @@ def render(tokenizer, messages: Messages, tools: Sequence[Mapping] = (), chat: C
     if tools and "tools" not in template_variables(tokenizer):
         raise UserError("the row has tools, and the chat template reads none; remove the column, or use a model with tool use")
     if calls and not any("tool_calls" in text for text in templates):
-        raise UserError("the prompt has tool_calls, and the chat template reads none; remove them, or use a model with tool use")
+        raise UserError("the prompt has tool_calls, and the chat template reads none; remove them, or use another model")
     return _apply(tokenizer, messages, tools, chat, prefilled)
 
 

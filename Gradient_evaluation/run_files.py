@@ -27,7 +27,8 @@ IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
 # What of a run's identity is no flag by its own name: the flags it comes from, or what else.
 FROM_FLAGS = {"block_sizes": ("M", "K_list", "block_size", "estimators"), "sketched": ("estimators",), "greedy": ("estimators",),
               "sketched_at": ("K_list",)}
-FROM_ELSEWHERE = {"template_date": "the clock, as the chat template prints the date", "prompt_format": "the tokenizer and chat template of --model",
+FROM_ELSEWHERE = {"template_date": "the clock, as the chat template prints the date",
+                  "prompt_format": "the tokenizer and chat template of --model",
                   "model_fingerprint": "the weights and config of --model"}
 
 

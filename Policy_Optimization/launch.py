@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.chat_template import check_variables, date_string, prints_date  # noqa: E402
 from Gradient_evaluation.cli import UserError, run as run_main  # noqa: E402
 from Policy_Optimization import checks, verl_config  # noqa: E402
-from Policy_Optimization.run_folder import (check_same_gpus, check_same_run, is_finished, last_value, last_checkpoint, read_run,  # noqa: E402
-                                            run_environment, start_attempt, wandb_mode)
+from Policy_Optimization.run_folder import (check_same_gpus, check_same_run, is_finished, last_checkpoint,  # noqa: E402
+                                            last_value, read_run, run_environment, start_attempt, wandb_mode)
 from Policy_Optimization.settings import Settings, hydra_value, read_settings, verl_overrides  # noqa: E402
 from data.prepare_parquet import load_chat_tokenizer  # noqa: E402
 

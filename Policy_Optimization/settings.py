@@ -64,7 +64,8 @@ SETTINGS = (
     Setting("max_response_length", integer(1), 512, "tokens"),
     Setting("temperature", positive, 1.0, "of the training continuations; validation is greedy"),
     Setting("rollout", str, "vllm", "engine that samples", ("vllm", "sglang", "trtllm")),
-    Setting("chat_template_kwargs", json_object, None, """JSON, variables of the chat template: '{"enable_thinking": false}'"""),
+    Setting("chat_template_kwargs", json_object, None,
+            """variables of the chat template, as JSON: '{"enable_thinking": false}'"""),
     Setting("reward", str, None, "default: what each row of the data says", ("integer", "math")),
     Setting("seed", integer(0), 0, "of the data order and the sampling"),
     Setting("gpus_per_node", integer(1), 8, ""),
@@ -163,9 +164,11 @@ def training_law(environment: Mapping[str, str], passed: Sequence[str]) -> dict[
             law[IN_VERL[key]] = _yaml(text)
         elif key.startswith(f"{KWARGS}."):
             kwargs[key.removeprefix(f"{KWARGS}.")] = _yaml(text)
-    if Path(law["model"]).expanduser().is_dir():
-        law["model"] = Path(law["model"]).expanduser().resolve().name
-    return {**law, "top_k": max(law["top_k"], 0), "chat_template_kwargs": kwargs or None}  # -1 is VERL's for all tokens
+    model = str(law["model"])
+    if Path(model).expanduser().is_dir():
+        model = Path(model).expanduser().resolve().name
+    top_k = 0 if law["top_k"] == -1 else law["top_k"]  # VERL's for all tokens
+    return {**law, "model": model, "top_k": top_k, "chat_template_kwargs": kwargs or None}
 
 
 def _yaml(text: str) -> Any:

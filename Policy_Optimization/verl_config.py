@@ -276,7 +276,8 @@ def check_token_budgets(cfg: Any) -> None:
         warnings.simplefilter("ignore")  # it says each time that there is no critic
         reference, critic = need_reference_policy(cfg), need_critic(cfg)
     if reference:
-        budgets.append(("actor_rollout_ref.ref.log_prob_max_token_len_per_gpu", worker.ref.log_prob_use_dynamic_bsz, worker.ref))
+        key = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
+        budgets.append((key, worker.ref.log_prob_use_dynamic_bsz, worker.ref))
     if critic:
         budgets += [(f"critic.{name}", cfg.critic.use_dynamic_bsz, cfg.critic)
                     for name in ("ppo_max_token_len_per_gpu", "ppo_infer_max_token_len_per_gpu")]

@@ -14,10 +14,11 @@ r"""Write the two parquet files VERL trains from: train.parquet and val.parquet 
 
 A source is a hub id or a local file or folder (JSONL, JSON, parquet). Every answer is checked with the reward
 that will judge it. With ``--model`` the prompts are counted in that model's tokens, chat template included,
-against ``--max_prompt_length``. Messages may have tool_calls and the like where VERL renders them whole; it takes
-no tools row by row and continues no message of the assistant, so such rows are refused. Prompts that train and validation share are reported. Columns written:
-data_source, prompt (messages), ability, reward_model {style, ground_truth (text)}, extra_info {split, index,
-reward}, and ground_truth, so that calculate_oracle_v.py reads the same file. Seconds for GSM8K.
+against ``--max_prompt_length``. Messages may have tool_calls and the like where VERL renders them whole. VERL takes
+no tools row by row and does not continue an assistant's message: such rows are refused. Prompts that train and
+validation share are reported. Columns written: data_source, prompt (messages), ability, reward_model {style,
+ground_truth (text)}, extra_info {split, index, reward}, and ground_truth, so that calculate_oracle_v.py reads the
+same file. Seconds for GSM8K.
 """
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ def prompt_type(problems: Sequence[Problem]):
             fields[name] = pyarrow.infer_type(values)
         except pyarrow.ArrowException as error:
             reason = str(error).splitlines()[0][:120]
-            raise UserError(f"the messages' {name} have no one type that parquet could hold ({reason}); give it as text") from None
+            raise UserError(f"the messages' {name} have no one type that parquet holds ({reason}); give it as text") from None
     return pyarrow.list_(pyarrow.struct(fields))
 
 
