@@ -43,14 +43,14 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from Gradient_evaluation.durable_files import append_row  # noqa: E402
-from Gradient_evaluation.law_and_prompts import law_of, law_record, tokenised  # noqa: E402
+from Gradient_evaluation.law_and_prompts import chat_from, law_of, law_record, tokenised  # noqa: E402
 from Gradient_evaluation.memory import Batch, limited_memory, tune_allocator  # noqa: E402
 from Gradient_evaluation.models import (device_line, fingerprint, load_model, load_tokenizer, model_label,  # noqa: E402
                                         resolve_dtype, warn_of_risks, weights_digest)
 from Gradient_evaluation.processes import Processes  # noqa: E402
 from Gradient_evaluation.progress import Progress  # noqa: E402
 from Gradient_evaluation.run_files import (check_fingerprint, check_same_weights, continue_table, finite_at,  # noqa: E402
-                                           only_writer, output_folder, part_of, remove_table, saved_on_interrupt,
+                                           left_rows, only_writer, output_folder, part_of, remove_table, saved_on_interrupt,
                                            write_table)
 from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
 from Gradient_evaluation.tables import Row, check_ground_truths, load_dataset_rows  # noqa: E402
@@ -74,9 +74,12 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     check_ground_truths(rows, args.reward)
     warn_of_risks(args.model, args.trust_remote_code)
     tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
-    rows, prompts, n_long = tokenised(rows, args, tokenizer)
-    record = {**law_record(args, tokenizer), "n_oracle": args.n_oracle, "seed": args.seed, "dtype": str(dtype).split(".")[-1]}
-    path = output_folder(args.out_dir) / f"oracle_v_n{args.n_oracle}_{model_label(args.model)}.jsonl"
+    path = Path(args.out_dir) / f"oracle_v_n{args.n_oracle}_{model_label(args.model)}.jsonl"
+    chat = chat_from(args, tokenizer, () if args.overwrite else left_rows(path))
+    rows, prompts, n_long = tokenised(rows, args, tokenizer, chat)
+    record = {**law_record(args, tokenizer, chat), "n_oracle": args.n_oracle, "seed": args.seed,
+              "dtype": str(dtype).split(".")[-1]}
+    output_folder(args.out_dir)
     held.enter_context(only_writer(path))
     finished = {} if args.overwrite else continue_table(path, record, rows)
     todo = [(row, prompt_ids) for row, prompt_ids in zip(rows, prompts) if row.prompt_id not in finished]

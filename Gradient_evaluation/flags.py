@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from Gradient_evaluation.chat_template import json_object
 from Gradient_evaluation.cli import integer, number
 from Gradient_evaluation.utils import REWARDS
 
@@ -22,6 +23,8 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_new_tokens", type=integer(1), default=32, help="(%(default)s)")
     parser.add_argument("--stop", nargs="+", default=[], metavar="TEXT", type=_stop_text,
                         help=r"end a continuation at any of these strings (\n is a new line); the reward reads what is before")
+    parser.add_argument("--chat_template_kwargs", type=json_object, default={}, metavar="JSON",
+                        help="""variables of the chat template, such as '{"enable_thinking": false}'""")
     parser.add_argument("--reward", choices=sorted(REWARDS), default="integer",
                         help="integer: the last number is the answer; last_integer: the last digits, as the paper's scripts read "
                              "them; math: Math-Verify (%(default)s)")

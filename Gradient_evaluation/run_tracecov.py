@@ -108,8 +108,9 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from Gradient_evaluation import gram_store, group_size_report  # noqa: E402
+from Gradient_evaluation.chat_template import Chat  # noqa: E402
 from Gradient_evaluation.durable_files import write_json  # noqa: E402
-from Gradient_evaluation.law_and_prompts import law_of, law_record, tokenised  # noqa: E402
+from Gradient_evaluation.law_and_prompts import chat_from, law_of, law_record, tokenised  # noqa: E402
 from Gradient_evaluation.memory import limited_memory, tune_allocator  # noqa: E402
 from Gradient_evaluation.models import (device_line, fingerprint, load_model, load_tokenizer, model_label,  # noqa: E402
                                         resolve_dtype, warn_of_risks, weights_digest)
@@ -156,14 +157,14 @@ def drawn(n: int, T: int, subsample: int | None, seed: int) -> list[int]:
     return order[:T]
 
 
-def choose_rows(rows: list[Row], args, tokenizer) -> tuple[list[tuple[int, Row, list[int]]], int]:
+def choose_rows(rows: list[Row], args, tokenizer, chat: Chat) -> tuple[list[tuple[int, Row, list[int]]], int]:
     """The drawn rows of the oracle table with their index in it and token ids, and how many rows were too long."""
     place, n_long = {row.prompt_id: i for i, row in enumerate(rows)}, 0
     if args.skip_long:
-        rows, prompts, n_long = tokenised(rows, args, tokenizer)
+        rows, prompts, n_long = tokenised(rows, args, tokenizer, chat)
     picked = drawn(len(rows), args.T, args.subsample_prompts, args.seed)
     rows = [rows[i] for i in picked]
-    prompts = [prompts[i] for i in picked] if args.skip_long else tokenised(rows, args, tokenizer)[1]
+    prompts = [prompts[i] for i in picked] if args.skip_long else tokenised(rows, args, tokenizer, chat)[1]
     return [(place[row.prompt_id], row, prompt_ids) for row, prompt_ids in zip(rows, prompts)], n_long
 
 
@@ -175,9 +176,12 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     check_ground_truths(rows, args.reward)
     warn_of_risks(args.model, args.trust_remote_code)
     tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
-    law = law_record(args, tokenizer)
+    record = Path(args.save_json) / "grams" / IDENTITY
+    earlier = [read_identity(record)] if record.exists() and not args.overwrite else []
+    chat = chat_from(args, tokenizer, [*(row.columns for row in rows), *earlier])
+    law = law_record(args, tokenizer, chat)
     check_law(rows, law, args.oracle_table, args.allow_mismatch)
-    chosen, n_long = choose_rows(rows, args, tokenizer)
+    chosen, n_long = choose_rows(rows, args, tokenizer, chat)
     identity = {**law, "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
                 "params": args.params, "by_layer": args.by_layer, "sketch_dim": args.sketch_dim,
                 "greedy": "greedy" in args.estimators, "gram_dtype": args.gram_dtype, "sketched": sketched,

@@ -22,10 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from Gradient_evaluation.chat_template import Messages, tool_schemas
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.records import Record, file_records, read_records
-from Gradient_evaluation.utils import REWARDS, Messages, normalise_prompt
+from Gradient_evaluation.utils import REWARDS, normalise_prompt
 
+# Entries of the law that tables of earlier versions lack -> what they were made with.
+ADDED_LATER = {"chat_template_kwargs": None, "template_date": None}
 DEEPEST = 50  # levels of lists and objects in a column
 ROUNDING = 1e-4  # by which a V_oracle written with four digits may differ from correct_count / n_oracle
 
@@ -38,9 +41,9 @@ def warn_on_stderr(message: str) -> None:
 class Row:
     """One prompt of a data set or an oracle table.
 
-    prompt: a string or a list of {"role", "content"}. ground_truth: the JSON value of the file.
+    prompt: a string or a list of {"role", "content", ...}. ground_truth: the JSON value of the file.
     columns: every input column, ready for JSON. where: for messages, ``table.jsonl, line 7``.
-    prompt_id: 64 bits of prompt and ground_truth, the same in every file, order and process.
+    prompt_id: 64 bits of prompt, ground_truth and tools, the same in every file, order and process.
     """
 
     prompt: str | Messages
@@ -48,6 +51,11 @@ class Row:
     columns: dict[str, Any]
     where: str
     prompt_id: int
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The function schemas of the column tools; [] where there are none."""
+        return tool_schemas(self.columns.get("tools"))
 
     @property
     def oracle_value(self) -> float:
@@ -65,9 +73,10 @@ class Row:
         return _count(self.columns, "correct_count", self.where)
 
 
-def prompt_id(prompt: str | Messages, ground_truth: Any) -> int:
-    """First 64 bits of the SHA-256 of the canonical JSON of [prompt, ground_truth]."""
-    canonical = json.dumps([prompt, ground_truth], sort_keys=True, separators=(",", ":"), allow_nan=False)
+def prompt_id(prompt: str | Messages, ground_truth: Any, tools: Sequence[Mapping] = ()) -> int:
+    """First 64 bits of the SHA-256 of the canonical JSON of [prompt, ground_truth], with the tools where there are some."""
+    parts = [prompt, ground_truth, *([tools] if tools else [])]
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return int.from_bytes(hashlib.sha256(canonical.encode()).digest()[:8], "big")
 
 
@@ -140,18 +149,18 @@ def _make_row(where: str, record: Mapping[str, Any]) -> Row:
         prompt = normalise_prompt(record["prompt"])
         _refuse_surrogates(prompt)
         columns = {str(name): _to_json(value) for name, value in record.items() if name != "__index_level_0__"}
+        tools = tool_schemas(columns.get("tools"))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     ground_truth = columns["ground_truth"]
     if ground_truth is None:
         raise UserError(f"{where}: the ground_truth is null or NaN; complete or remove the row")
-    return Row(prompt, ground_truth, columns, where, prompt_id(prompt, ground_truth))
+    return Row(prompt, ground_truth, columns, where, prompt_id(prompt, ground_truth, tools))
 
 
 def _refuse_surrogates(prompt: str | Messages) -> None:
-    texts = [prompt] if isinstance(prompt, str) else [text for message in prompt for text in message.values()]
     try:
-        "".join(texts).encode()
+        json.dumps(prompt, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         raise UserError("the prompt holds half a character (a lone surrogate such as \\ud800); remove it") from None
 
@@ -221,7 +230,8 @@ def check_law(
     """Raise UserError if the oracle table was not made under ``law``, the run's fields by name.
 
     Each field of ``law`` is compared with the column of that name in every row: the rows must agree with
-    each other and with the run. A table with none of the fields (the published script writes none) is
+    each other and with the run. A table of an earlier version was made with the values of ``ADDED_LATER``. A table
+    with none of the fields (the published script writes none) is
     taken with a warning; so is, under ``allow_mismatch``, any difference.
     """
     law = _to_json(law)
@@ -229,18 +239,20 @@ def check_law(
     if not known:
         warn(f"{path}: does not say how it was made (no {', '.join(law)}); taken as made under this run's settings")
         return
+    known = [name for name in law if name in known or name in ADDED_LATER]
     if unknown := [name for name in law if name not in known]:
         warn(f"{path}: does not say its {', '.join(unknown)}; taken to be this run's")
     differences = []
     for name in known:
         first = rows[0]
-        other = next((row for row in rows if row.columns.get(name) != first.columns.get(name)), None)
+        made_with = first.columns.get(name, ADDED_LATER.get(name))
+        other = next((row for row in rows if row.columns.get(name, ADDED_LATER.get(name)) != made_with), None)
         if other is not None:
             differences.append(
                 f"its rows disagree on {name}: {_law_value(first, name)} ({first.where}) "
                 f"and {_law_value(other, name)} ({other.where})"
             )
-        elif first.columns.get(name) != law[name]:
+        elif made_with != law[name]:
             differences.append(f"made with {name} {_law_value(first, name)}, this run uses {json.dumps(law[name])}")
     if not differences:
         return
@@ -251,4 +263,5 @@ def check_law(
 
 
 def _law_value(row: Row, name: str) -> str:
-    return json.dumps(row.columns[name]) if name in row.columns else "missing"
+    columns = {**ADDED_LATER, **row.columns}
+    return json.dumps(columns[name]) if name in columns else "missing"

@@ -14,25 +14,26 @@ from __future__ import annotations
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from Gradient_evaluation.chat_template import Chat, Messages, plain_fields, render
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.integer_answer import LONGEST_INTEGER, check_integer_ground_truth, parse_integer_answer, shorten_repr
 from Gradient_evaluation.math_worker import MATH_WORKER
-
-Messages = list[dict[str, str]]
 
 # ---------------------------------------------------------------------------------------- prompts
 
 
 def normalise_prompt(prompt: Any) -> str | Messages:
-    """The two forms a prompt can have: a non-blank string, or a list of {"role": str, "content": str}.
+    """The two forms a prompt can have: a non-blank string, or a list of messages {"role": str, "content": str, ...}.
 
     Messages may come as any sequence of mappings (parquet gives NumPy arrays) and their content as
-    OpenAI text parts, ``[{"type": "text", "text": "Hi"}]``, which are joined; other keys are dropped.
-    Raises UserError: not one of these, a message without role or content, or nothing but white space.
+    OpenAI text parts, ``[{"type": "text", "text": "Hi"}]``, which are joined. Other fields that are not null
+    (name, tool_calls, tool_call_id, reasoning_content, ...) are kept for the chat template; beside tool_calls
+    the content may be null. Raises UserError: not one of these, a message without role or content, or nothing
+    but white space.
 
     >>> normalise_prompt(({"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": None},))
     [{'role': 'user', 'content': 'Hi'}]
@@ -47,36 +48,37 @@ def normalise_prompt(prompt: Any) -> str | Messages:
         messages = [_normalise_message(message) for message in prompt]
     except TypeError:  # a zero-dimensional array has __len__ but neither a length nor items
         raise UserError("the prompt is no list of messages with role and content") from None
-    if not any(message["content"].strip() for message in messages):
+    if not any((message["content"] or "").strip() for message in messages):
         raise UserError("the prompt is empty: no message in it has content")
     return messages
 
 
-def _normalise_message(message: Any) -> dict[str, str]:
+def _normalise_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UserError(f"the prompt holds {_name(message)} where a message with role and content is expected")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role.strip():
         raise UserError('the prompt holds a message without a role, such as "user"')
+    fields = plain_fields(message)
     if isinstance(content, str):
-        return {"role": str(role), "content": str(content)}
+        return {"role": str(role), "content": str(content), **fields}
     if content is None:
+        if "tool_calls" in fields:
+            return {"role": str(role), "content": None, **fields}
         raise UserError(f"the prompt holds a message of role {role} without content")
     parts = list(content) if hasattr(content, "__iter__") and not isinstance(content, (bytes, Mapping)) else [content]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         raise UserError(f"the prompt holds a message of role {role} whose content is not text; only text is supported")
-    return {"role": str(role), "content": "".join(part["text"] for part in parts)}
+    return {"role": str(role), "content": "".join(part["text"] for part in parts), **fields}
 
 
-def format_prompt(tokenizer, prompt: Any) -> list[int]:
+def format_prompt(tokenizer, prompt: Any, tools: Sequence[Mapping] = (), chat: Chat = Chat()) -> list[int]:
     """Token ids the model is to continue.
 
-    tokenizer: a transformers tokenizer. prompt: anything ``normalise_prompt`` takes.
+    tokenizer: a transformers tokenizer. prompt: anything ``normalise_prompt`` takes. tools: function schemas.
+    chat: what the template is given beside them.
 
-    * Messages go through the tokenizer's chat template with the generation prompt added. A template that
-      refuses the system role gets the system text at the head of the first user turn instead. A tokenizer
-      without a template gets the plain form ``System: ...``, ``User: ...``, ``Assistant: ...`` with blank
-      lines between, closed by ``Assistant:``.
+    * Messages go through the tokenizer's chat template, as ``chat_template.render`` says.
     * A string is taken raw: no template, no white space added or removed.
     * Whatever the tokenizer itself puts before a text (a BOS, for most that put anything) stands there
       exactly once, whether the template renders it too or not. What it puts after a text (an EOS) is
@@ -85,7 +87,9 @@ def format_prompt(tokenizer, prompt: Any) -> list[int]:
     Raises UserError with one line for a malformed prompt, a template that refuses it, or no tokens at all.
     """
     prompt = normalise_prompt(prompt)
-    text = prompt if isinstance(prompt, str) else _render(tokenizer, prompt)
+    if isinstance(prompt, str) and tools:
+        raise UserError("the row has tools, and its prompt is a string, which no template renders; give messages")
+    text = prompt if isinstance(prompt, str) else render(tokenizer, prompt, tools, chat)
     token_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     prefix = _tokenizer_prefix(tokenizer)
     if prefix:
@@ -108,37 +112,6 @@ def _tokenizer_prefix(tokenizer) -> list[int]:
         if special[start : start + len(plain)] == plain:
             return special[:start]
     return []
-
-
-def _render(tokenizer, messages: Messages) -> str:
-    if not getattr(tokenizer, "chat_template", None):
-        turns = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
-        return "\n\n".join([*turns, "Assistant:"])
-    attempts = [messages]
-    if any(message["role"] == "system" for message in messages):
-        attempts.append(_fold_system(messages))
-    reasons = []
-    for attempt in attempts:
-        try:
-            return tokenizer.apply_chat_template(attempt, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program of its author's: it can raise anything
-            reasons.append(" ".join(f"{error}".split()) or type(error).__name__)
-    roles = ", ".join(message["role"] for message in messages)
-    raise UserError(
-        f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'} refuses this prompt "
-        f"(roles: {roles}): {reasons[-1]}; reword the messages or give the prompt as a string"
-    )
-
-
-def _fold_system(messages: Messages) -> Messages:
-    """Every system message's text, in order, at the head of the first user turn (or as one, if there is none)."""
-    system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
-    rest = [dict(message) for message in messages if message["role"] != "system"]
-    for message in rest:
-        if message["role"] == "user":
-            message["content"] = f"{system}\n\n{message['content']}"
-            return rest
-    return [{"role": "user", "content": system}, *rest]
 
 
 # ---------------------------------------------------------------------------------------- rewards

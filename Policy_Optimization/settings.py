@@ -10,6 +10,8 @@ script, ``PUBLISHED``), else its default.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from Gradient_evaluation.chat_template import json_object
 from Gradient_evaluation.cli import Parser, UserError, integer, number
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,6 +65,8 @@ SETTINGS = (
     Setting("max_response_length", integer(1), 512, "tokens"),
     Setting("temperature", positive, 1.0, "of the training continuations; validation is greedy"),
     Setting("rollout", str, "vllm", "engine that samples", ("vllm", "sglang", "trtllm")),
+    Setting("chat_template_kwargs", json_object, None,
+            """variables of the chat template, as JSON: '{"enable_thinking": false}'"""),
     Setting("reward", str, None, "default: what each row of the data says", ("integer", "last_integer", "math")),
     Setting("seed", integer(0), 0, "of the data order and the sampling"),
     Setting("gpus_per_node", integer(1), 8, ""),
@@ -81,6 +86,12 @@ SETTINGS = (
 # The variables of the paper's script -> the settings they are here; those of the same name need no entry.
 PUBLISHED = {"TRAIN_FILE": "train_files", "VAL_FILE": "val_files", "GPUS": "gpus_per_node",
              "GPU_UTIL": "gpu_memory_utilization", "EXPERIMENT_NAME": "experiment", "PROJECT_NAME": "project"}
+KWARGS = "data.apply_chat_template_kwargs"
+IN_VERL = {  # key -> its name in the law of the evaluation
+    "actor_rollout_ref.model.path": "model", "actor_rollout_ref.rollout.temperature": "temperature",
+    "actor_rollout_ref.rollout.top_p": "top_p", "actor_rollout_ref.rollout.top_k": "top_k",
+    "data.max_response_length": "max_new_tokens", "reward.custom_reward_function.reward_kwargs.reward": "reward",
+}  # fmt: skip
 BUDGETS = (("train_batch_size", "budget"), ("mini_batch_size", "update_budget"), ("epochs", "epoch_budget"))
 
 
@@ -159,6 +170,40 @@ def _look_in_data_folder(settings: Settings, folder: str) -> None:
             values[name] = str(Path(folder) / values[name])
 
 
+def training_law(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, Any]:
+    """The sampling law and reward of the training's rollouts, under the names the evaluation gives them.
+
+    environment: settings as variables. passed: what goes to VERL unchanged. reward None: what each row of the data says.
+    """
+    by_name = {setting.name: setting for setting in SETTINGS}
+
+    def value(name: str) -> Any:
+        variable = _variable_of(name, environment)
+        return _from_environment(by_name[name], variable, environment) if variable else by_name[name].default
+
+    law = {"model": value("model"), "revision": None, "temperature": value("temperature"), "top_p": 1.0, "top_k": 0,
+           "max_new_tokens": value("max_response_length"), "stop": [], "reward": value("reward")}
+    kwargs = dict(value("chat_template_kwargs") or {})
+    for override in passed:
+        key, _, text = override.lstrip("+").partition("=")
+        if key in IN_VERL:
+            law[IN_VERL[key]] = _yaml(text)
+        elif key.startswith(f"{KWARGS}."):
+            kwargs[key.removeprefix(f"{KWARGS}.")] = _yaml(text)
+    model = str(law["model"])
+    if Path(model).expanduser().is_dir():
+        model = Path(model).expanduser().resolve().name
+    top_k = 0 if law["top_k"] == -1 else law["top_k"]  # VERL's for all tokens
+    return {**law, "model": model, "top_k": top_k, "chat_template_kwargs": kwargs or None}
+
+
+def _yaml(text: str) -> Any:
+    """The value of an override, as far as the law needs it: a number, True, False or null, else text."""
+    with contextlib.suppress(ValueError):
+        return json.loads({"True": "true", "False": "false"}.get(text, text))
+    return text.strip("'\"")
+
+
 def _from_environment(setting: Setting, variable: str, environment: Mapping[str, str]) -> Any:
     text = environment[variable]
     if variable == "GPUS" and "," in text:  # a list of devices; grpo_train.sh makes it CUDA_VISIBLE_DEVICES
@@ -221,6 +266,22 @@ def hydra_value(value: Any) -> str:
     return '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), value) + '"'
 
 
+def hydra_json(value: Any) -> str:
+    """A JSON value in the same grammar.
+
+    >>> hydra_json({"a": [1, None, "x y"], "b": False})
+    '{a:[1,null,"x y"],b:False}'
+    """
+    if isinstance(value, dict):
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z_]\w*", name):
+                raise UserError(f"--chat_template_kwargs: {name!r} is no name that VERL's configuration takes")
+        return "{" + ",".join(f"{name}:{hydra_json(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(hydra_json, value)) + "]"
+    return "null" if value is None else hydra_value(value)
+
+
 def verl_overrides(settings: Settings) -> list[str]:
     """What the settings mean to VERL, in Hydra's syntax; what follows ``--`` comes last, so that it wins."""
     s, run_dir = settings, Path(settings.run_dir)
@@ -271,9 +332,12 @@ def verl_overrides(settings: Settings) -> list[str]:
         f"{trainer}.validation_data_dir": str(run_dir / "validation"),
         "hydra.run.dir": str(run_dir / "hydra"),
     }
+    for name, value in (s.chat_template_kwargs or {}).items():
+        hydra_json({name: value})  # refuses a name that Hydra would not read
+        meaning[f"+{KWARGS}.{name}"] = value
     if s.reward:
         meaning["+reward.custom_reward_function.reward_kwargs.reward"] = s.reward
     if not s.ray_address and (os.cpu_count() or 1) < 16:
         meaning["ray_kwargs.ray_init.num_cpus"] = 16  # with fewer slots its transfer queue waits for ever
-    overrides = [f"{key}={hydra_value(value)}" for key, value in meaning.items()]
+    overrides = [f"{key}={hydra_json(value)}" for key, value in meaning.items()]
     return [*overrides, "trainer.logger=[console,wandb,file]", *s.passed]
