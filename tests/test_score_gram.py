@@ -93,7 +93,7 @@ def test_products_in_bfloat16_change_the_gram_a_little_and_the_audit_allows_for_
     gram = ScoreGram(tiny_model(family, dtype=torch.float32), LAW, gram_dtype="bfloat16")
     half = gram.block(PROMPT, continuations).gram
     assert 1e-6 * np.abs(plain).max() < np.abs(half - plain).max() < 0.02 * np.abs(plain).max()
-    assert gram.audit(PROMPT, continuations)["tolerance"] == 0.1
+    assert gram.audit(PROMPT, continuations)["tolerance"] == 0.02
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -167,8 +167,9 @@ def test_gradient_checkpointing_changes_no_gram(family, tied):
     plain = ScoreGram(tiny_model(family, tie_word_embeddings=tied, **settings), LAW)
     expected = plain.block(PROMPT, continuations)
     model = tiny_model(family, tie_word_embeddings=tied, **settings)
-    calls = ForwardCalls((model.transformer.h if family == "gpt2" else model.base_model.layers)[0].mlp)
     gram = ScoreGram(model, LAW, gradient_checkpointing=True)
+    gram.block(PROMPT, continuations)  # the first one looks at the model too
+    calls = ForwardCalls((model.transformer.h if family == "gpt2" else model.base_model.layers)[0].mlp)
     block = gram.block(PROMPT, continuations)
     assert calls.count == 2 or family == "mixtral"  # it did run again
     np.testing.assert_allclose(block.gram, expected.gram, rtol=1e-12, atol=1e-12 * np.abs(expected.gram).max())
@@ -181,8 +182,9 @@ def test_the_checkpointing_of_transformers_in_train_mode_counts_no_layer_twice()
     continuations = random_continuations(0, LENGTHS)
     expected = ScoreGram(tiny_model("qwen2", tie_word_embeddings=True), LAW).block(PROMPT, continuations).gram
     model = tiny_model("qwen2", tie_word_embeddings=True)
-    calls = ForwardCalls(model.model.layers[0].mlp.up_proj)
     gram = ScoreGram(model, LAW)
+    gram.block(PROMPT, continuations)  # the first one looks at the model too
+    calls = ForwardCalls(model.model.layers[0].mlp.up_proj)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()  # this model has no dropout
     np.testing.assert_allclose(gram.block(PROMPT, continuations).gram, expected, rtol=1e-12)
