@@ -17,6 +17,7 @@ from torch import nn
 
 from Gradient_evaluation import gram_rules
 from Gradient_evaluation.gradient_sketch import GradientSketch
+from Gradient_evaluation.memory import is_out_of_memory
 
 
 class _Keep(torch.autograd.Function):
@@ -103,7 +104,10 @@ class GramCapture:
     def finish(self) -> dict[int, torch.Tensor]:
         """{id of parameter: Q_p (batch, batch) float64}; parameters that could not be read are absent."""
         for key in list(self.arrived):  # a use the loss does not depend on sends no gradient
-            self._contract(key)
+            try:
+                self._contract(key)
+            except gram_rules.UnsupportedUse:
+                self.unreadable.add(key)
         return {key: gram for key, gram in self.grams.items() if key not in self.unreadable}
 
     def _owned(self, module: nn.Module) -> dict[str, int]:
@@ -124,7 +128,7 @@ class GramCapture:
         if self.paused:
             return None
         owned = self._owned(module)
-        if not self._readable(module, args, kwargs, output):
+        if not self._readable(module, args, kwargs, output) or not torch.is_grad_enabled():
             self.unreadable.update(owned.values())
             return None
         a = args[0].detach()
@@ -150,6 +154,8 @@ class GramCapture:
             a = _saved(held.pop())  # the graph keeps this hook to the end of the pass; the input is let go here
             if rule is not None:
                 uses = rule(module, a, b)
+            elif isinstance(module, nn.Embedding):  # its gradient per sample would be as large as the table
+                raise gram_rules.UnsupportedUse("an embedding that does more than look up")
             else:
                 uses = self._by_vjp(module, a, b, list(owned))
             whole = a.dim() == 3 and a.shape[1] == self.length
@@ -165,6 +171,10 @@ class GramCapture:
         self.paused = True
         try:
             return gram_rules.uses_by_vjp(module, a, b, names)
+        except (RuntimeError, TypeError) as error:  # what vmap cannot run, a value read on the host say
+            if is_out_of_memory(error):
+                raise
+            raise gram_rules.UnsupportedUse(str(error)) from None
         finally:
             self.paused = False
 

@@ -404,3 +404,57 @@ def test_nothing_of_a_parameters_size_is_made_during_a_block():
         gram.block(PROMPT, continuations)
     logits = len(LENGTHS) * max(LENGTHS) * 3000
     assert 0 < largest <= logits < model.get_input_embeddings().weight.numel()
+
+
+class Squashed(nn.Embedding):
+    """An embedding that does more than look up and multiply."""
+
+    def forward(self, ids):
+        return torch.tanh(super().forward(ids))
+
+
+class HeadWithMore(nn.Linear):
+    """A head that does more than multiply."""
+
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+@pytest.mark.parametrize("which", ["embedding", "head", "both", "head alone has a gradient"])
+def test_a_tied_weight_in_layers_of_unknown_kinds_is_measured_by_the_exact_fallback(which):
+    model = tiny_model("llama", tie_word_embeddings=True)
+    weight = model.get_input_embeddings().weight
+    if which in ("embedding", "both"):
+        model.model.embed_tokens = Squashed(40, 32, _weight=weight)
+    if which in ("head", "both"):
+        model.lm_head = HeadWithMore(32, 40, bias=False)
+    if which == "head alone has a gradient":
+        model.model.layers[0].register_forward_pre_hook(lambda layer, args: (args[0].detach(), *args[1:]))
+    model.model.embed_tokens.weight = model.lm_head.weight = weight
+    assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_scaled_embedding_is_read_by_the_rule_in_half_precision_too(tied, capsys):
+    settings = dict(scale_embedding=True, tie_word_embeddings=tied)
+    assert relative_error(tiny_model("biogpt", **settings), random_continuations(0, LENGTHS)) < 1e-9
+    said = capsys.readouterr().err  # of the position embedding, at most
+    for dtype in (torch.bfloat16, torch.float16):
+        ScoreGram(tiny_model("biogpt", dtype=dtype, **settings), LAW).block(PROMPT, random_continuations(0, LENGTHS))
+    assert "embed_tokens" not in said + capsys.readouterr().err
+    audit = ScoreGram(tiny_model("biogpt", dtype=torch.bfloat16, **settings), LAW).audit(PROMPT, random_continuations(0, LENGTHS))
+    assert audit["max_relative_error"] < 1e-5
+
+
+def test_a_layer_that_reads_a_value_on_the_host_is_measured_by_the_exact_fallback():
+    class Careful(nn.Module):  # vmap cannot run it
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.full((48,), 0.1, dtype=torch.float64))
+
+        def forward(self, x):
+            return x + self.shift if float(x.abs().max()) < 1e9 else x
+
+    model = tiny_model("qwen2")
+    model.model.layers[0].mlp.up_proj = nn.Sequential(model.model.layers[0].mlp.up_proj, Careful())
+    assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
