@@ -64,10 +64,15 @@ class Batch:
                             "lower --max_new_tokens, raise --max_memory if it is set, try --gradient_checkpointing, or "
                             "take a larger device")
         self.size = max(self.least, self.size // 2)
-        gc.collect()
-        _libc_call("malloc_trim", 0)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
+
+
+def release_memory() -> None:
+    """Give what a failed attempt left behind back to the system."""
+    gc.collect()
+    _libc_call("malloc_trim", 0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def tune_allocator(device: torch.device) -> None:

@@ -19,7 +19,6 @@ from Gradient_evaluation.tables import Row
 from Gradient_evaluation.utils import REWARDS
 
 SMALLEST_BLOCK = 4  # an unbiased estimate of ||theta||^2 needs four continuations in a block
-AUDITED = 16  # continuations of the self-audit
 
 
 def planned_block_size(args) -> int:
@@ -53,8 +52,8 @@ class Measurement:
         self.block = Batch("--block_size", planned_block_size(args), least=SMALLEST_BLOCK)
 
     def audit(self, row: Row, prompt_ids: list[int]) -> dict:
-        """ScoreGram.audit on continuations of this prompt that are used for nothing else."""
-        count = min(self.block.size, AUDITED)
+        """ScoreGram.audit of a block as large as this run's, of continuations that are used for nothing else."""
+        count = max(block_sizes(self.args.M * self.args.K_list[-1], self.block.size))
         drawn = self._sample("audit", row, prompt_ids, count)
         batch = Batch("self-audit", count, least=1)
         return batch.run(lambda size: self.gram.audit(prompt_ids, drawn[:size]), row.where)

@@ -4,12 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_models import enumerable_policy, tiny_tokenizer
+from safetensors.torch import load_file, save_file
+from tiny_models import enumerable_policy, tiny_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.memory import limited_memory
-from Gradient_evaluation.models import (device_line, fingerprint, load_model, load_tokenizer, model_label, resolve_device,
+from Gradient_evaluation.models import (_check_trainable, device_line, fingerprint, load_model, load_tokenizer, model_label, resolve_device,
                                         resolve_dtype)
 from Gradient_evaluation.processes import check_own_gpus, gpu_identity
 
@@ -145,3 +146,51 @@ def test_weights_go_straight_to_a_device_and_leave_no_hooks(folder):
     straight = AutoModelForCausalLM.from_pretrained(folder, device_map={"": CPU}, dtype=torch.float32)
     usual = load_model(str(folder), None, CPU, torch.float32)
     assert fingerprint(straight) == fingerprint(usual) and not any(hasattr(m, "_hf_hook") for m in straight.modules())
+
+
+def checkpoint(tmp_path, edit, **settings):
+    """A llama's folder with ``edit`` made of its weights {name: tensor}."""
+    tiny_model("llama", dtype=torch.float32, **settings).save_pretrained(tmp_path / "edited")
+    path = tmp_path / "edited" / "model.safetensors"
+    weights = load_file(path)
+    edit(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+    return str(tmp_path / "edited")
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv", "input_scale", "qzeros", "absmax", "g_idx",
+                                  "weight.absmax", "weight.quant_state.bitsandbytes__nf4", "SCB"])
+def test_scales_without_a_place_in_the_model_are_refused_as_those_of_a_quantised_checkpoint(name, tmp_path):
+    def edit(weights):
+        weights[f"model.layers.0.mlp.up_proj.{name}"] = torch.ones(1)
+        weights["model.layers.0.mlp.up_proj.weight"] = weights["model.layers.0.mlp.up_proj.weight"].to(torch.float8_e4m3fn)
+
+    with pytest.raises(UserError, match="quantised, and 1 of its scales"):
+        load_model(checkpoint(tmp_path, edit), None, CPU, torch.float32)
+
+
+def test_weights_stored_as_integers_under_another_name_are_refused_as_quantised_and_not_as_lacking(tmp_path):
+    def edit(weights):
+        weights.pop("model.layers.0.mlp.up_proj.weight")
+        weights["model.layers.0.mlp.up_proj.qweight"] = torch.ones(4, 4, dtype=torch.int32)
+
+    with pytest.raises(UserError, match="is quantised"):
+        load_model(checkpoint(tmp_path, edit), None, CPU, torch.float32)
+
+
+def test_a_weight_of_a_layer_that_the_model_has_is_refused_and_any_other_is_said(tmp_path, capsys):
+    def bias(weights):
+        weights["model.layers.0.self_attn.q_proj.bias"] = torch.ones(32)
+
+    with pytest.raises(UserError, match="layers of the model.*q_proj.bias"):
+        load_model(checkpoint(tmp_path, bias), None, CPU, torch.float32)
+    load_model(checkpoint(tmp_path, lambda weights: weights.update({"vision.tower.weight": torch.ones(2)})), None, CPU,
+               torch.float32)
+    assert "1 weights of the checkpoint have no place" in capsys.readouterr().err
+
+
+def test_weights_that_stay_quantised_in_memory_are_refused():
+    model = tiny_model("llama", dtype=torch.float32)
+    model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(UserError, match="up_proj.weight is uint8"):
+        _check_trainable("somewhere", model)
