@@ -147,8 +147,9 @@ def given_kept(prompts: PromptMoments, found: Moments, group_size: int) -> Momen
     group has ghat = 0, so E[ghat 1_keep] = E[ghat] and E[||ghat||^2 1_keep] = E||ghat||^2, whose estimates are
     unbiased too. Prompts weigh by P(keep), their share of the groups in a batch, so only these are averaged:
         P ||E[ghat | keep]||^2 = ||E ghat||^2 / P,    P tr Cov[ghat | keep] = E||ghat||^2 - ||E ghat||^2 / P.
-    The quotient is consistent as the continuations of the prompt grow in number, not unbiased. A prompt all of whose
-    rewards are equal has P = 0 and weighs nothing.
+    The quotient is consistent as the continuations of the prompt grow in number, not unbiased; its P is that of
+    ``kept_beside_a_pair``, which takes out most of the bias. A prompt all of whose rewards are equal has P = 0 and
+    weighs nothing.
     """
     kept = np.array([1 - each.silent_share(group_size) for each in prompts.outcomes])
     if not _complete(kept):
@@ -156,9 +157,12 @@ def given_kept(prompts: PromptMoments, found: Moments, group_size: int) -> Momen
         return Moments(reason, reason, "", "")
     if isinstance(found.trace, str):
         return found._replace(weight=kept, scale=None)
-    safe = np.where(kept > 0, kept, 1.0)
-    signal = np.where(kept > 0, found.signal / safe**2, 0.0)
-    trace = np.where(kept > 0, (found.trace + found.signal) / safe, 0.0) - signal
+    beside = np.array([each.kept_beside_a_pair(group_size) for each in prompts.outcomes])
+    if not _complete(beside):
+        reason = f"K={group_size} needs at least {group_size + 2} continuations of every prompt where groups are dropped"
+        return Moments(reason, reason, "", "", weight=kept)
+    signal = np.divide(found.signal, kept * beside, out=np.zeros_like(kept), where=beside > 0)
+    trace = np.divide(found.trace + found.signal, kept, out=np.zeros_like(kept), where=kept > 0) - signal
     return Moments(trace, signal, "", "", weight=kept)
 
 

@@ -56,6 +56,25 @@ class RewardCounts(NamedTuple):
         silent = subset_share(self.counts - 1, self.total - 1, group_size - 1)
         return float(self.counts * self.lengths @ (1 - silent) / self.total)
 
+    def kept_beside_a_pair(self, group_size: int) -> float:
+        """P(keep) from the n - 2 continuations beside two of unlike rewards, averaged over all such two; NaN for G > n - 2.
+
+        It is for a quotient ||E ghat||^2 / P(keep). The numerator's unbiased estimate is a sum over pairs of unlike
+        rewards, so it and P(keep) of the same continuations err together: among n = 16 with V = 0.1 the quotient came out
+        at half its value. With c rare rewards the numerator grows as c (c-1) and P(keep) beside a pair as G (c-1)/(n-2),
+        so the quotient grows as c, whose mean is right. 0 where at most one continuation differs from the others.
+        """
+        unlike = self.counts * (self.total - self.counts)
+        if group_size > self.total - 2:
+            return np.nan
+        if self.counts.max() >= self.total - 1:
+            return 0.0  # exactly, for the numerator is 0 but for rounding
+        rest = self.total - 2
+        # C(c, G) - C(c-1, G-1) = C(c-1, G): what is left of a reward's groups when one continuation of it is taken out
+        left = subset_share(self.counts, rest, group_size).sum() - 2 * (
+            unlike @ subset_share(self.counts - 1, rest - 1, group_size - 1) * group_size / rest / unlike.sum())
+        return float(1 - left)
+
 
 def reward_counts(rewards: np.ndarray, lengths: np.ndarray) -> RewardCounts:
     """Count the rewards (n,) of one prompt's continuations with their lengths (n,)."""

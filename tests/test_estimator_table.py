@@ -184,6 +184,9 @@ class ExactOutcomes:
     def silent_share(self, group_size):
         return 1 - kept_groups(self.policy, group_size)[1].sum()
 
+    def kept_beside_a_pair(self, group_size):
+        return 1 - self.silent_share(group_size)
+
     def kept_tokens(self, group_size):
         index, chance = kept_groups(self.policy, group_size)
         return chance @ self.policy.lengths[index].mean(-1)
@@ -537,3 +540,60 @@ def test_moments_reduced_without_an_estimator_do_not_pass_for_its_results():
     for sizes, names in (([8], ["opo"]), ([4], ["std_verl"])):
         with pytest.raises(ValueError, match="call reduce_prompts"):
             summarise(prompts, sizes, 10, names=names)
+
+
+# --- the batch's denominator, against VERL ---
+
+
+@pytest.mark.parametrize("name", ["verl_default", "token_mean", "dapo"])
+def test_token_mean_aggregation_is_that_of_verls_loss_over_a_whole_update_batch(name):
+    """One update batch holds every possible group once; VERL's own advantages and agg_loss, one group at a time.
+
+    The policies' outcomes are equally likely, so the batch's tokens over its continuations are exactly the mean length.
+    """
+    pytest.importorskip("verl", reason="verl is not installed")
+    torch = pytest.importorskip("torch")
+    from verl.trainer.ppo.core_algos import agg_loss, compute_grpo_outcome_advantage
+
+    policies, K, entry = some_policies(8, binary=True)[1:], 2, ESTIMATORS[name]
+    policies = [policy._replace(probs=np.full(5, 0.2)) for policy in policies]
+    policies = [policy._replace(scores=policy.scores - policy.scores.mean(0)) for policy in policies]
+    kept_only = [kept_groups(policy, K)[0] if entry.drop_silent else policy.tuples(K)[0] for policy in policies]
+    width = max(policy.lengths.max() for policy in policies)
+    tokens = sum(policy.lengths[groups].sum() for policy, groups in zip(policies, kept_only))
+    n_groups = sum(map(len, kept_only))
+    found = moments_of(exact_prompts(policies, [K]), name, K)
+    assert policies[0].lengths.mean() != policies[1].lengths.mean()
+    for at, (policy, groups) in enumerate(zip(policies, kept_only)):
+        gradients = []
+        for group in groups:
+            length = torch.tensor(policy.lengths[group])
+            mask = (torch.arange(width) < length[:, None]).double()
+            reward = torch.zeros_like(mask)
+            reward[:, 0] = torch.tensor(policy.rewards[group])
+            advantages, _ = compute_grpo_outcome_advantage(reward, mask, np.zeros(K, dtype=int))
+            if name == "token_mean":  # leave-one-out, which this function of VERL's has not
+                others = torch.tensor(policy.rewards[group] - other_members(policy.rewards[group]))
+                advantages = others[:, None] * mask
+            parameters = torch.zeros(policy.scores.shape[1], dtype=torch.float64, requires_grad=True)
+            score = torch.tensor(policy.scores[group])
+            log_prob = (score @ parameters / length)[:, None].expand_as(mask)  # each token has its part of the score
+            loss = -advantages * torch.exp(log_prob - log_prob.detach())
+            agg_loss(loss, mask, "token-mean", batch_num_tokens=int(tokens)).backward()
+            gradients.append(-n_groups * parameters.grad.numpy())  # the batch's gradient is the mean over its groups
+        gradients = np.array(gradients)
+        mean = gradients.mean(0)
+        assert found.signal[at] == pytest.approx(mean @ mean, rel=1e-6)
+        assert found.trace[at] == pytest.approx(((gradients - mean) ** 2).sum(1).mean(), rel=1e-6)
+
+
+def test_token_mean_is_grpo_in_another_unit_and_keeps_its_effective_group_size():
+    records = sampled_records(sizes=(32, 32))
+    results = summarise(records, [4, 8], n_bootstrap=200, names=["token_mean"])
+    found, plain = results["estimators"]["token_mean"], results["estimators"]["grpo"]
+    length = np.mean([np.mean([block[2].mean() for block in record.blocks]) for record in records])
+    assert [note["tokens_per_continuation"] for note in found["notes"]] == pytest.approx([length, length])
+    assert found["trace_cov"] == pytest.approx(np.array(plain["trace_cov"]) / length**2)
+    assert found["signal_to_noise"] == pytest.approx(plain["signal_to_noise"])
+    assert found["effective_group_size"] == pytest.approx([4, 8], rel=1e-9)
+    assert found["mse"] == [None, None]
