@@ -137,8 +137,7 @@ def law_of(prompts: estimators.PromptMoments, notes: Notes, identity: dict, seed
     layout = [SketchPart(*map(int, part)) for part in notes.sketch_layout] if complete else None
     law = group_size_law(pairs.disjoint, pairs.shared_member - pairs.disjoint, pairs.same_pair - pairs.disjoint,
                          None if sketches is None else sketches[:, 0],
-                         None if isinstance(prompts.oracle_value, str) else prompts.oracle_value,
-                         sketch_dim=sketch_dim or None, sketch_layout=layout, seed=seed)
+                         prompts.outcomes, sketch_dim=sketch_dim or None, sketch_layout=layout, seed=seed)
     law["cosine_to_gradient"] = {}
     if sketches is not None and sketches.shape[1] > 1:
         if min(notes.block_sizes) < largest:
@@ -181,8 +180,11 @@ def report(results: dict) -> str:
     ratio = "not computed" if check["ratio"] is None else f"{check['ratio']:.1e}{error}"
     lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (within two standard errors of 0 when the scores are "
                  "those of the law that was sampled)")
-    shown = [f"{name} answers " + ("not computed" if norms[name]["mean"] is None else f"{norms[name]['mean']:.4g}")
-             for name in ("right", "wrong")]
+    split = "above V" not in norms.get("split", "")
+    kinds = {"right": "right answers", "wrong": "wrong answers"} if split else {
+        "right": "rewards above V(x)", "wrong": "rewards not above V(x)"}
+    shown = [f"{text} " + ("not computed" if norms[name]["mean"] is None else f"{norms[name]['mean']:.4g}")
+             for name, text in kinds.items()]
     lines.append(f"squared score norm E||g||^2: {', '.join(shown)}; squared gradient norm ||theta||^2 = "
                  f"{results['theta_norm_sq']:.4g}; {results['n_prompts']} prompts, {results['n_continuations']} continuations")
     return "\n".join(lines)
