@@ -233,8 +233,8 @@ def rewards_of(texts: Iterable[str], row: Row, reward_name: str) -> np.ndarray:
             found.append(math.nan)
         if not math.isfinite(found[-1]) or (reward.zero_one and found[-1] not in (0, 1)):
             wanted = "0 or 1" if reward.zero_one else "a finite number"
-            raise UserError(f"{row.where}: the reward {reward_name!r} of continuation {number} is {repr(value)[:40]}, not {wanted}; "
-                            "mend the reward function")
+            raise UserError(f"{row.where}: the reward {reward_name!r} of continuation {number} is {repr(value)[:40]}, "
+                            f"not {wanted}; mend the reward function")
     return np.array(found)
 
 

@@ -121,6 +121,8 @@ def finished_results(args, label: str, rows: Sequence[Row]) -> dict | None:
         return None
     if not {"estimators", "group_size_law", "score_norm_sq", "on_policy_check"} <= set(results):
         return None
+    if "split" not in results["score_norm_sq"]:  # made before P(keep) and the batch's tokens were right: compute them again
+        return None
     wanted = {name: value for name, value in vars(args).items() if name not in NOT_IN_RESULTS}
     table = [[row.prompt, row.ground_truth, row.oracle_value, row.oracle_samples] for row in rows]
     return results if config == wanted and all(each == table for each in found) else None

@@ -1,11 +1,12 @@
 """Rewards that are not 0 or 1 through both scripts, the results and every picture; what a table says of its rewards."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from Gradient_evaluation import calculate_oracle_v, gram_store, utils
+from Gradient_evaluation import calculate_oracle_v, gram_store, run_tracecov, utils
 from Gradient_evaluation.calculate_oracle_v import oracle_columns
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.estimators import reduce_prompts, summarise
@@ -33,14 +34,15 @@ def graded_reward(monkeypatch):
 
 
 def measure(policy, problems, out, *more, capsys=None):  # noqa: F811
-    assert call(calculate_oracle_v, "--model", policy, "--dataset", problems, "--n_oracle", 60, "--out_dir", out, *FLAGS)[0] == 0
-    from Gradient_evaluation import run_tracecov
+    flags = ("--model", policy, *FLAGS)
+    assert call(calculate_oracle_v, "--dataset", problems, "--n_oracle", 60, "--out_dir", out, *flags)[0] == 0
     table = out / "oracle_v_n60_four tokens.jsonl"
-    return call(run_tracecov, "--model", policy, "--oracle_table", table, "--save_json", out, "--K_list", 2, 4, "--M", 8,
-                *FLAGS, *more, capsys=capsys)
+    return call(run_tracecov, "--oracle_table", table, "--save_json", out, "--K_list", 2, 4, "--M", 8, *flags, *more,
+                capsys=capsys)
 
 
-def test_both_scripts_the_results_and_every_picture_take_graded_rewards(graded_reward, policy, problems, tmp_path, capsys):  # noqa: F811
+def test_both_scripts_the_results_and_every_picture_take_graded_rewards(
+        graded_reward, policy, problems, tmp_path, capsys):  # noqa: F811
     code, out, err = measure(policy, problems, tmp_path, "--estimators", "all", "--budget", 16, capsys=capsys)
     assert code == 0, err
     assert "mean V" in out and ", from -" in out and "V = 0" not in out
@@ -69,7 +71,6 @@ def test_both_scripts_the_results_and_every_picture_take_graded_rewards(graded_r
     make_report([str(tmp_path / "tracecov_four tokens.json"), "--out", str(tmp_path / "report.html")])
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
-    from Gradient_evaluation import run_tracecov
     again = call(run_tracecov, "--from_grams", tmp_path / "grams", "--K_list", 2, 3, "--estimators", "all",
                  "--save_json", tmp_path / "again", capsys=capsys)
     assert again[0] == 0
@@ -78,10 +79,11 @@ def test_both_scripts_the_results_and_every_picture_take_graded_rewards(graded_r
 
 
 @pytest.mark.parametrize("bad, shown", [(float("nan"), "nan"), (float("inf"), "inf"), (None, "None"), ("yes", "'yes'")])
-def test_a_reward_that_is_no_finite_number_is_one_line_that_names_the_prompt(bad, shown, monkeypatch, policy, problems, tmp_path, capsys):  # noqa: F811
+def test_a_reward_that_is_no_finite_number_is_one_line_that_names_the_prompt(
+        bad, shown, monkeypatch, policy, problems, tmp_path, capsys):  # noqa: F811
     monkeypatch.setitem(utils.REWARDS, "integer", Reward(utils.REWARDS["integer"].check, lambda text, gold: bad))
-    outcome = call(calculate_oracle_v, "--model", policy, "--dataset", problems, "--n_oracle", 4, "--out_dir", tmp_path, *FLAGS,
-                   capsys=capsys)
+    outcome = call(calculate_oracle_v, "--model", policy, "--dataset", problems, "--n_oracle", 4, "--out_dir", tmp_path,
+                   *FLAGS, capsys=capsys)
     one_line_error(outcome, "line 1", "integer", shown, "finite number")
 
 
@@ -138,11 +140,21 @@ def test_the_standard_error_of_graded_rewards_is_the_samples_and_unknown_where_t
         assert found["V_standard_error"] is None and found["V_standard_error_kind"] == "unknown" and found["V_oracle"] == 0.1
 
 
+def test_results_of_an_earlier_version_are_computed_again_from_their_grams(policy, problems, tmp_path, capsys):  # noqa: F811
+    assert measure(policy, problems, tmp_path, "--skip_plot")[0] == 0
+    path = tmp_path / "tracecov_four tokens.json"
+    results = read(path)
+    del results["score_norm_sq"]["split"]
+    path.write_text(json.dumps(results))
+    assert "finished before" not in measure(policy, problems, tmp_path, "--skip_plot", capsys=capsys)[1].split("MSE of")[-1]
+    assert "split" in read(path)["score_norm_sq"]
+    assert "finished before" in measure(policy, problems, tmp_path, "--skip_plot", capsys=capsys)[1]
+
+
 # --- the split of score norms ---
 
 
 def test_score_norms_are_split_by_the_answer_for_rewards_of_0_and_1_and_by_v_for_others():
-    from types import SimpleNamespace
     gram = np.diag([1.0, 2, 3, 4])
     split = {}
     for rewards in ([1, 1, 1, 0], [2, 2, 2, 0]):

@@ -72,7 +72,8 @@ def test_p_keep_comes_from_all_continuations_of_a_prompt_and_not_from_groups_ins
     records = []
     for _ in range(6):
         blocks = [sample_block(policy, 8, generator) for _ in range(2)]
-        records.append(SimpleNamespace(oracle_value=0.5, blocks=[(q, np.full(8, float(at)), n) for at, (q, _, n) in enumerate(blocks)]))
+        equal = [(gram, np.full(8, float(at)), lengths) for at, (gram, _, lengths) in enumerate(blocks)]
+        records.append(SimpleNamespace(oracle_value=0.5, blocks=equal))
     found = summarise(records, [2], 20, names=["dynamic_sampling"])["estimators"]["dynamic_sampling"]
     assert found["continuations_per_group"][0] == pytest.approx(2 / (8 * 8 / comb(16, 2)))
 
