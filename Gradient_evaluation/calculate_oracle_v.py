@@ -7,8 +7,8 @@
 
 For every prompt of the data set (columns ``prompt`` and ``ground_truth``) it samples n_oracle continuations from
 exactly the law the flags describe, and writes one row to ``out_dir/oracle_v_n{n_oracle}_{model}.jsonl`` as soon as
-the prompt is done: all input columns, V_oracle and its standard error, and what produced it. Run it again and it
-continues where it stopped. The tiny model takes about a second per prompt on two CPU cores.
+the prompt is done: all input columns, V_oracle and its standard error (of which kind: ``oracle_columns``), and what
+produced it. Run it again and it continues where it stopped. The tiny model takes about a second per prompt on two CPU cores.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from Gradient_evaluation.run_files import (check_fingerprint, check_same_weights
                                            left_rows, only_writer, output_folder, part_of, remove_table, saved_on_interrupt,
                                            write_table)
 from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
-from Gradient_evaluation.tables import Row, check_ground_truths, load_dataset_rows  # noqa: E402
+from Gradient_evaluation.tables import GRADED, ZERO_ONE, Row, check_ground_truths, load_dataset_rows, rewards_of  # noqa: E402
 from Gradient_evaluation.utils import REWARDS  # noqa: E402
 
 
@@ -94,11 +94,29 @@ def measure(model, tokenizer, prompt_ids, row, args, batch: Batch) -> dict:
         return sample_continuations(model, tokenizer, prompt_ids, u, law_of(args), size)
 
     drawn = finite_at(row, batch.run, sample, row.where)
-    score = REWARDS[args.reward].score
-    rewards = np.array([score(continuation.text, row.ground_truth) for continuation in drawn])
-    error = rewards.std(ddof=1) / np.sqrt(len(rewards)) if len(rewards) > 1 else None
-    return {"V_oracle": float(rewards.mean()), "n_oracle": args.n_oracle, "correct_count": int((rewards > 0.5).sum()),
-            "V_standard_error": None if error is None else float(error)}
+    rewards = rewards_of((continuation.text for continuation in drawn), row, args.reward)
+    return oracle_columns(rewards, REWARDS[args.reward].zero_one)
+
+
+def oracle_columns(rewards: np.ndarray, zero_one: bool) -> dict:
+    """What the table says of one prompt's rewards (n,).
+
+    V_standard_error, by V_standard_error_kind:
+    * jeffreys (rewards of 0 and 1): the standard deviation of V given c right of n under Jeffreys' prior, that of
+      Beta(c + 1/2, n - c + 1/2): sqrt(m (1 - m) / (n + 2)) with m = (c + 1/2) / (n + 1). Never 0, also where V is 0 or 1.
+    * sample (graded rewards): the rewards' standard deviation (ddof 1) over sqrt(n).
+    * unknown: null, as all graded rewards are equal or there is only one.
+    """
+    n, V = len(rewards), float(rewards.mean())
+    if zero_one:
+        kind, mean = "jeffreys", (rewards.sum() + 0.5) / (n + 1)
+        error = float(np.sqrt(mean * (1 - mean) / (n + 2)))
+    elif (rewards == rewards[0]).all():
+        kind, error, V = "unknown", None, float(rewards[0])
+    else:
+        kind, error = "sample", float(rewards.std(ddof=1) / np.sqrt(n))
+    return {"V_oracle": V, "n_oracle": n, "correct_count": int(rewards.sum()) if zero_one else None,
+            "V_standard_error": error, "V_standard_error_kind": kind, "reward_values": ZERO_ONE if zero_one else GRADED}
 
 
 def begin(plan: Plan, args, fingerprints: list[str]) -> None:
@@ -140,8 +158,10 @@ def summarise(table: list[dict], plan: Plan, seconds: float) -> str:
     """The last line of a run."""
     values = np.array([row["V_oracle"] for row in table])
     left_out = f", {plan.n_long} left out as too long" if plan.n_long else ""
-    return (f"{len(values)} prompts{left_out}, mean V {values.mean():.3f}, V = 0 for {np.mean(values == 0):.0%}, "
-            f"V = 1 for {np.mean(values == 1):.0%}, {seconds:.0f} s -> {plan.path}")
+    spread = f"V = 0 for {np.mean(values == 0):.0%}, V = 1 for {np.mean(values == 1):.0%}"
+    if any(row.get("reward_values") == GRADED for row in table):
+        spread = f"from {values.min():.3g} to {values.max():.3g}"
+    return f"{len(values)} prompts{left_out}, mean V {values.mean():.3f}, {spread}, {seconds:.0f} s -> {plan.path}"
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from Gradient_evaluation.advantages import group_advantages
 from Gradient_evaluation.block_statistics import PairMoments
 from Gradient_evaluation.estimator_table import DEFAULT, ESTIMATORS, Moments, group_rules, moments_of, resolve
 from Gradient_evaluation.prompt_bootstrap import Estimate, PromptBootstrap
-from Gradient_evaluation.prompt_moments import PromptMoments, reduce_records
+from Gradient_evaluation.prompt_moments import CLASSES, PromptMoments, reduce_records
 
 __all__ = [
     "PromptMoments", "effective_group_size", "group_advantages", "group_rules", "prompt_trace_covs",
@@ -29,6 +29,8 @@ __all__ = [
 
 PUBLISHED = ("naive", "grpo", "oracleV")
 FLOOR = "best_baseline"
+LABELS = {"all": "there", "right": "right", "wrong": "wrong", "above": "above V(x)", "not_above": "not above V(x)"}
+SPLITS = {True: "right: reward 1; wrong: reward 0", False: "right: reward above V(x); wrong: reward not above V(x)"}
 
 
 def reduce_prompts(records: Iterable, K_list: Sequence[int] = (), names: Sequence[str] = ()) -> PromptMoments:
@@ -43,7 +45,7 @@ def reduce_prompts(records: Iterable, K_list: Sequence[int] = (), names: Sequenc
     for a value that is not finite, a wrong shape, a length below 1, or a block of fewer than 4; and for an
     unknown name.
     """
-    return reduce_records(records, group_rules(names), K_list)
+    return reduce_records(records, group_rules(names).values(), K_list)
 
 
 def prompt_trace_covs(
@@ -101,8 +103,8 @@ def summarise(
     estimators {name: see ``_compare``}: the default four and ``names``, in full;
     on_policy_check {score_mean_sq, score_norm_sq, ratio, standard_error, z}: unbiased mean ||E g||^2 over mean
       E||g||^2 with its standard error over prompts: 0 within it if the scores are those of the sampling law;
-    score_norm_sq {all, right, wrong: {mean, ci95, n_continuations}}: mean ||g||^2 of continuations with a reward
-      above 0.5 and not above;
+    score_norm_sq {all, right, wrong: {mean, ci95, n_continuations}, split}: mean ||g||^2 of continuations. split says
+      in words which ones right and wrong are: rewards 1 and 0; for other rewards, above V(x) and not above;
     bootstrap {n_bootstrap, seed}; reasons.
     """
     _check_group_sizes(K_list)
@@ -291,14 +293,16 @@ def _on_policy_check(prompts: PromptMoments, reasons: dict) -> dict:
 
 def _score_norms(prompts: PromptMoments, bootstrap: PromptBootstrap, reasons: dict) -> dict:
     result = {}
-    for column, name in enumerate(("all", "right", "wrong")):
+    columns = ("all", "right", "wrong") if prompts.zero_one else ("all", "above", "not_above")
+    for name, kind in zip(("all", "right", "wrong"), columns):
+        column = CLASSES.index(kind)
         count = int(prompts.n_outcomes[:, column].sum())
-        estimate = Estimate(None, None, f"no continuation is {name}")
+        estimate = Estimate(None, None, f"no continuation is {LABELS[kind]}")
         if count:
             share = prompts.outcome_share[:, column]
-            estimate = bootstrap.ratio(prompts.score_norm_sq[:, column], share, f"share of {name} continuations")
+            estimate = bootstrap.ratio(prompts.score_norm_sq[:, column], share, f"share of {LABELS[kind]} continuations")
         result[name] = {"mean": estimate.value, "ci95": estimate.interval, "n_continuations": count}
         for part, value in (("mean", estimate.value), ("ci95", estimate.interval)):
             if value is None:
                 reasons[f"score_norm_sq.{name}.{part}"] = estimate.reason
-    return result
+    return {**result, "split": SPLITS[prompts.zero_one]}

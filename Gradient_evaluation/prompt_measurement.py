@@ -15,8 +15,7 @@ from Gradient_evaluation.memory import Batch
 from Gradient_evaluation.sampling import Continuation, sample_continuations, uniforms
 from Gradient_evaluation.score_gram import ScoreGram
 from Gradient_evaluation.sketch_weights import sketch_weights, sketched_names
-from Gradient_evaluation.tables import Row
-from Gradient_evaluation.utils import REWARDS
+from Gradient_evaluation.tables import Row, rewards_of
 
 SMALLEST_BLOCK = 4  # an unbiased estimate of ||theta||^2 needs four continuations in a block
 
@@ -61,8 +60,7 @@ class Measurement:
     def measure(self, row: Row, prompt_ids: list[int], place: int) -> GramRecord:
         """The record of one prompt, ``place`` its index in the oracle table. FloatingPointError: not finite."""
         drawn = self._sample("tracecov", row, prompt_ids, self.args.M * self.args.K_list[-1])
-        score = REWARDS[self.args.reward].score
-        rewards = np.array([score(continuation.text, row.ground_truth) for continuation in drawn])
+        rewards = rewards_of((continuation.text for continuation in drawn), row, self.args.reward)
         lengths = np.array([len(continuation.tokens) for continuation in drawn])
         blocks = self.block.run(lambda size: self._blocks(prompt_ids, drawn, rewards, lengths, size), row.where)
         return GramRecord(
@@ -105,4 +103,4 @@ class Measurement:
         law = replace(law_of(self.args), temperature=1.0, top_k=1, top_p=1.0)
         u = np.zeros((1, self.args.max_new_tokens))
         greedy = sample_continuations(self.model, self.tokenizer, prompt_ids, u, law, 1)[0]
-        return REWARDS[self.args.reward].score(greedy.text, row.ground_truth)
+        return float(rewards_of([greedy.text], row, self.args.reward)[0])

@@ -1,7 +1,8 @@
 """Data sets and oracle tables as checked rows: every fault is found here, before a model is loaded.
 
     load_dataset_rows(source, split, revision)   rows with prompt and ground_truth
-    load_oracle_table(path)                      the same with a V_oracle in [0, 1]
+    load_oracle_table(path)                      the same with a V_oracle, in [0, 1] unless its rewards are graded
+    rewards_of(texts, row, reward_name)          the reward of each continuation, checked to be a finite number
     check_ground_truths(rows, reward_name)       each ground_truth is one the reward can use
     check_law(rows, law, path, allow_mismatch)   the table was made as this run samples
 
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from Gradient_evaluation.chat_template import Messages, tool_schemas
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.records import Record, file_records, read_records
@@ -30,6 +33,7 @@ from Gradient_evaluation.utils import REWARDS, normalise_prompt
 # Entries of the law that tables of earlier versions lack -> what they were made with.
 ADDED_LATER = {"chat_template_kwargs": None, "template_date": None}
 DEEPEST = 50  # levels of lists and objects in a column
+ZERO_ONE, GRADED = "0/1", "graded"  # what the column reward_values of an oracle table says; without it: ZERO_ONE
 ROUNDING = 1e-4  # by which a V_oracle written with four digits may differ from correct_count / n_oracle
 
 
@@ -59,7 +63,7 @@ class Row:
 
     @property
     def oracle_value(self) -> float:
-        """V_oracle, in [0, 1]; UserError if this row has none."""
+        """V_oracle: in [0, 1], or any finite number where reward_values is "graded"; UserError if this row has none."""
         return _check_oracle_value(self.columns, self.where)
 
     @property
@@ -69,7 +73,9 @@ class Row:
 
     @property
     def correct_count(self) -> int | None:
-        """How many of those had reward 1, if the table says."""
+        """How many of those had reward 1, if the table says; None for graded rewards."""
+        if self.columns.get("reward_values") == GRADED:
+            return None
         return _count(self.columns, "correct_count", self.where)
 
 
@@ -95,8 +101,9 @@ def load_dataset_rows(
 def load_oracle_table(path: str | Path, warn: Callable[[str], None] = warn_on_stderr) -> list[Row]:
     """The rows of a table of oracle values: JSONL, or parquet with the same columns.
 
-    As load_dataset_rows for a single file, and every row needs a number V_oracle in [0, 1], consistent
-    with n_oracle and correct_count where it has them.
+    As load_dataset_rows for a single file, and every row needs a number V_oracle. It is in [0, 1], consistent
+    with n_oracle and correct_count where the row has them, unless the row says that its rewards are not 0 or 1
+    (reward_values "graded").
     """
     rows = _rows(file_records(Path(path).expanduser()), str(path), warn)
     for row in rows:
@@ -197,8 +204,12 @@ def _check_oracle_value(columns: Mapping[str, Any], where: str) -> float:
         raise UserError(f"{where}: V_oracle is null or NaN; make this row again")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UserError(f"{where}: V_oracle is {json.dumps(value)[:40]}, not a number")
-    if not 0 <= value <= 1:
-        raise UserError(f"{where}: V_oracle is {json.dumps(value)[:40]}, outside [0, 1]")
+    kind = columns.get("reward_values") or ZERO_ONE
+    if kind not in (ZERO_ONE, GRADED):
+        raise UserError(f'{where}: reward_values is {json.dumps(kind)[:40]}; it is "{ZERO_ONE}" or "{GRADED}"')
+    if kind == ZERO_ONE and not 0 <= value <= 1:
+        raise UserError(f"{where}: V_oracle is {json.dumps(value)[:40]}, outside [0, 1]; where rewards are not 0 or 1 the "
+                        f'row needs "reward_values": "{GRADED}"')
     return float(value)
 
 
@@ -218,6 +229,22 @@ def check_ground_truths(rows: Sequence[Row], reward_name: str) -> None:
             REWARDS[reward_name].check(row.ground_truth)
         except UserError as error:
             raise UserError(f"{row.where}: {error}; correct it or choose another --reward") from None
+
+
+def rewards_of(texts: Iterable[str], row: Row, reward_name: str) -> np.ndarray:
+    """The rewards (N,) of continuations; UserError naming the row for one that is not a finite number."""
+    reward, found = REWARDS[reward_name], []
+    for number, text in enumerate(texts, start=1):
+        value = reward.score(text, row.ground_truth)
+        try:
+            found.append(float(value))
+        except (TypeError, ValueError):
+            found.append(math.nan)
+        if not math.isfinite(found[-1]) or (reward.zero_one and found[-1] not in (0, 1)):
+            wanted = "0 or 1" if reward.zero_one else "a finite number"
+            raise UserError(f"{row.where}: the reward {reward_name!r} of continuation {number} is {repr(value)[:40]}, "
+                            f"not {wanted}; mend the reward function")
+    return np.array(found)
 
 
 def check_law(

@@ -146,6 +146,8 @@ def finished_results(args, label: str, rows: Sequence[Row]) -> dict | None:
         return None
     if not {"estimators", "group_size_law", "score_norm_sq", "on_policy_check"} <= set(results):
         return None
+    if "split" not in results["score_norm_sq"]:  # made before P(keep) and the batch's tokens were right: compute them again
+        return None
     wanted = {name: value for name, value in vars(args).items() if name not in NOT_IN_RESULTS}
     table = [[row.prompt, row.ground_truth, row.oracle_value, row.oracle_samples] for row in rows]
     return results if config == wanted and all(each == table for each in found) else None
@@ -162,8 +164,7 @@ def law_of(prompts: estimators.PromptMoments, notes: Notes, identity: dict, seed
     layout = [SketchPart(*map(int, part)) for part in notes.sketch_layout] if complete else None
     law = group_size_law(pairs.disjoint, pairs.shared_member - pairs.disjoint, pairs.same_pair - pairs.disjoint,
                          None if sketches is None else sketches[:, 0],
-                         None if isinstance(prompts.oracle_value, str) else prompts.oracle_value,
-                         sketch_dim=sketch_dim or None, sketch_layout=layout, seed=seed)
+                         prompts.outcomes, sketch_dim=sketch_dim or None, sketch_layout=layout, seed=seed)
     law["cosine_to_gradient"] = {}
     if sketches is not None and sketches.shape[1] > 1:
         if min(notes.block_sizes) < largest:
@@ -206,8 +207,11 @@ def report(results: dict) -> str:
     ratio = "not computed" if check["ratio"] is None else f"{check['ratio']:.1e}{error}"
     lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (within two standard errors of 0 when the scores are "
                  "those of the law that was sampled)")
-    shown = [f"{name} answers " + ("not computed" if norms[name]["mean"] is None else f"{norms[name]['mean']:.4g}")
-             for name in ("right", "wrong")]
+    split = "above V" not in norms.get("split", "")
+    kinds = {"right": "right answers", "wrong": "wrong answers"} if split else {
+        "right": "rewards above V(x)", "wrong": "rewards not above V(x)"}
+    shown = [f"{text} " + ("not computed" if norms[name]["mean"] is None else f"{norms[name]['mean']:.4g}")
+             for name, text in kinds.items()]
     lines.append(f"squared score norm E||g||^2: {', '.join(shown)}; squared gradient norm ||theta||^2 = "
                  f"{results['theta_norm_sq']:.4g}; {results['n_prompts']} prompts, {results['n_continuations']} continuations")
     return "\n".join(lines)

@@ -209,16 +209,20 @@ def math_reward(text: str, ground_truth: Any) -> float:
 
 
 class Reward(NamedTuple):
-    """``check`` raises UserError on a ground truth ``score`` could not use; call it before sampling."""
+    """``check`` raises UserError on a ground truth ``score`` could not use; call it before sampling.
+
+    score(text, ground_truth): any finite number. zero_one: it is always 0 or 1, the share of right answers is then V(x).
+    """
 
     check: Callable[[Any], Any]
     score: Callable[[str, Any], float]
+    zero_one: bool = False
 
 
 REWARDS = {
-    "integer": Reward(check_integer_ground_truth, integer_reward),
-    "last_integer": Reward(check_integer_ground_truth, last_integer_reward),
-    "math": Reward(check_math_ground_truth, math_reward),
+    "integer": Reward(check_integer_ground_truth, integer_reward, zero_one=True),
+    "last_integer": Reward(check_integer_ground_truth, last_integer_reward, zero_one=True),
+    "math": Reward(check_math_ground_truth, math_reward, zero_one=True),
 }
 
 

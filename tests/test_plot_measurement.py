@@ -74,7 +74,9 @@ def test_the_bars_of_hard_middle_and_easy_prompts_add_up_to_the_mean(measured):
 
 
 def test_difficulty_has_its_bounds_where_the_labels_say():
-    assert difficulty(np.array([0, 0.249, 0.25, 0.75, 0.751, 1])).tolist() == [0, 0, 1, 1, 2, 2]
+    assert difficulty(np.array([0, 0.249, 0.25, 0.75, 0.751, 1]))[0].tolist() == [0, 0, 1, 1, 2, 2]
+    kinds, low, high = difficulty(np.array([-0.5, -0.1, 0.1, 0.3, 2.0]), zero_one=False)  # by quartiles
+    assert kinds.tolist() == [0, 1, 1, 1, 2] and (low, high) == pytest.approx((-0.1, 0.3))
 
 
 def test_the_ratio_law_is_recovered_exactly_from_ratios_that_follow_it():

@@ -139,7 +139,10 @@ def test_oracle_values_are_the_exact_ones_within_their_standard_error(table, tru
     for row, truth in zip(rows, truths):
         assert abs(row["V_oracle"] - truth.V) <= 4.5 * np.sqrt(truth.V * (1 - truth.V) / 400)
         assert row["correct_count"] == round(row["V_oracle"] * 400) and row["n_oracle"] == 400
-        assert row["V_standard_error"] == pytest.approx(np.sqrt(row["V_oracle"] * (1 - row["V_oracle"]) / 399))
+        c = row["correct_count"]
+        a, b = c + 0.5, 400 - c + 0.5
+        assert row["V_standard_error"] == pytest.approx(np.sqrt(a * b / (a + b) ** 2 / (a + b + 1)))  # Beta(a, b)
+        assert row["V_standard_error_kind"] == "jeffreys" and row["reward_values"] == "0/1"
         assert row["kind"] == "x" and row["temperature"] == 1.3 and row["top_p"] == 0.9 and row["model"] == "four tokens"
 
 
