@@ -89,8 +89,8 @@ def summarise(
 ) -> dict:
     """The results of a run, JSON-ready: floats, lists and None, never NaN.
 
-    Lists are aligned with ``K_list``; intervals are 95% percentile bootstrap over prompts (the same resamples
-    for all), [low, high]. A baseline taken from other prompts is held fixed in the resamples. A value or
+    Lists are aligned with ``K_list``; intervals are 95% bootstrap-t over prompts (the same resamples for
+    all), [low, high]. A baseline taken from other prompts is held fixed in the resamples. A value or
     interval that could not be computed is None, and ``reasons`` holds a text under its dotted path
     (``"signal_to_noise.grpo"``).
 
@@ -99,7 +99,7 @@ def summarise(
     conditional_on_x_ci95; best_baseline: list, the floor; best_baseline_ci95;
     theta_norm_sq, theta_norm_sq_ci95: mean over prompts of ||theta(x)||^2;
     signal_to_noise {naive, grpo, oracleV, best_baseline: list}, signal_to_noise_ci95: mean ||theta||^2 over mean
-      trace(Cov), None where the interval of the latter includes 0;
+      trace(Cov), None where the interval of the latter is not above 0;
     estimators {name: see ``_compare``}: the default four and ``names``, in full;
     on_policy_check {score_mean_sq, score_norm_sq, ratio, standard_error, z}: unbiased mean ||E g||^2 over mean
       E||g||^2 with its standard error over prompts: 0 within it if the scores are those of the sampling law;
@@ -152,7 +152,7 @@ def _compare(
     """One estimator in full: {title, target, then lists aligned with K_list, each with a ``_ci95`` beside it}.
 
     trace_cov; squared_bias and mse (where the target is theta); signal_to_noise ||E ghat||^2 / trace(Cov);
-    effective_group_size: the K at which plain GRPO has that signal-to-noise ratio; continuations_per_group: K, or
+    effective_group_size: the K >= 2 at which plain GRPO has that signal-to-noise ratio; continuations_per_group: K, or
     K / P(keep) where groups are dropped; signal_to_noise_per_continuation: the ratio of the two;
     prompts_never_kept (a count, without interval), and notes (e.g. a fitted weight), each aligned with K_list.
     """
@@ -183,7 +183,7 @@ def _average(part: str):
             return Estimate(None, None, values)
         if moments.weight is None:
             return bootstrap.mean(values)
-        return bootstrap.ratio(moments.weight * values, moments.weight, f"share of groups kept at K={group_size}")
+        return bootstrap.share_ratio(moments.weight * values, moments.weight, f"share of groups kept at K={group_size}")
 
     return measure
 
@@ -207,7 +207,7 @@ def _continuations(prompts: PromptMoments, moments: Moments, group_size: int, bo
     if moments.weight is None and isinstance(moments.trace, str):
         return Estimate(None, None, moments.trace)
     kept = np.ones(len(prompts)) if moments.weight is None else moments.weight
-    return bootstrap.ratio(np.full(len(prompts), group_size), kept, f"share of groups kept at K={group_size}")
+    return bootstrap.share_ratio(np.full(len(prompts), group_size), kept, f"share of groups kept at K={group_size}")
 
 
 def _signal_per_continuation(
@@ -260,6 +260,9 @@ def _effective_group_size(
     estimate = bootstrap.of_means([trace, signal, theta_sq, zeta1, pair_excess], size)
     if estimate.value is None:
         return estimate._replace(reason="plain GRPO has this signal-to-noise ratio at no group size")
+    if estimate.value < 2 - 1e-9:
+        return Estimate(None, None, f"plain GRPO at K = 2, the smallest group, has a higher signal-to-noise ratio "
+                                    f"({estimate.value:.3g} continuations would do)")  # fmt: skip
     return estimate
 
 
@@ -300,7 +303,7 @@ def _score_norms(prompts: PromptMoments, bootstrap: PromptBootstrap, reasons: di
         estimate = Estimate(None, None, f"no continuation is {LABELS[kind]}")
         if count:
             share = prompts.outcome_share[:, column]
-            estimate = bootstrap.ratio(prompts.score_norm_sq[:, column], share, f"share of {LABELS[kind]} continuations")
+            estimate = bootstrap.share_ratio(prompts.score_norm_sq[:, column], share, f"share of {LABELS[kind]} continuations")
         result[name] = {"mean": estimate.value, "ci95": estimate.interval, "n_continuations": count}
         for part, value in (("mean", estimate.value), ("ci95", estimate.interval)):
             if value is None:

@@ -20,14 +20,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from Gradient_evaluation.prompt_bootstrap import ONE_PROMPT, PromptBootstrap
+from Gradient_evaluation.group_size_answer import (
+    C1,
+    C2,
+    C3,
+    SURE_C1,
+    almost_best,
+    best_size_bound,
+    forecast,
+    law_rows,
+    relative_mse,
+)
+from Gradient_evaluation.prompt_bootstrap import ONE_PROMPT, Averages, PromptBootstrap, not_above_zero
 from Gradient_evaluation.prompt_pairs import (
     FEW_PROMPTS,
     MIN_PROMPTS,
     SketchPart,
+    pair_averages,
     pair_mean,
     pair_products,
-    resampled_pair_means,
     sketch_covariance,
     squared_norm_draws,
 )
@@ -39,6 +50,12 @@ PREDICTION = (
     "This is a prediction for the parameters at which the gradients were measured; as training moves them, the "
     "constants move too."
 )
+NO_REWARD_DIFFERED = (
+    "no reward ever differed: all continuations of a prompt have the same reward, so every group's gradient is 0 and no "
+    "group size is better than another"
+)
+COLUMNS = {"c1": C1, "c2": C2, "c3": C3, "mean_theta_sq": np.array([1.0, 0, 0, 0]),
+           "mean_theta_norm_sq": np.array([0, 0, 0, 1.0])}  # fmt: skip
 
 
 def mse_times_budget(c1, c2, c3, group_size):
@@ -47,11 +64,15 @@ def mse_times_budget(c1, c2, c3, group_size):
 
 
 def best_group_size(c1, c3):
-    """G* >= 2 of least ``mse_times_budget``: 1 + sqrt(c3/c1), 2 where that is less or c3 <= 0, else inf for c1 <= 0."""
+    """G* >= 2 of least ``mse_times_budget``: 1 + sqrt(c3/c1), 2 where that is less.
+
+    c3 >= 0 holds for every policy (Hoeffding: zeta2 >= 2 zeta1), so of c3 <= 0 there is no G*: NaN. For c1 <= 0 the MSE
+    falls with G for ever: inf.
+    """
     c1, c3 = np.asarray(c1, dtype=np.float64), np.asarray(c3, dtype=np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         inner = np.maximum(2.0, 1 + np.sqrt(np.maximum(c3, 0.0) / c1))
-    return np.where(c3 <= 0, 2.0, np.where(c1 <= 0, np.inf, inner)) + 0 * (c1 + c3)  # NaN stays NaN
+    return np.where(c3 <= 0, np.nan, np.where(c1 <= 0, np.inf, inner)) + 0 * (c1 + c3)  # NaN stays NaN
 
 
 def best_integer(c1, c2, c3):
@@ -87,6 +108,7 @@ def group_size_law(
     sketches: np.ndarray | None,
     outcomes: Sequence[RewardCounts] | None = None,
     *,
+    theta_sq_noise: np.ndarray | None = None,
     sketch_dim: int | None = None,
     sketch_layout: Sequence[SketchPart] | None = None,
     group_size: int | None = None,
@@ -99,37 +121,45 @@ def group_size_law(
         theta_sq, zeta1, zeta2: (n,) unbiased per-prompt moments (block_statistics.pair_moments).
         sketches: (n, S) sketch of each prompt's GRPO gradient estimate, or None where none was made.
         outcomes: (n,) the rewards of each prompt's continuations, counted, for the share of silent groups; any rewards.
+        theta_sq_noise: (n,) variance of each theta_sq for its continuations, where blocks tell it; for the forecast.
         sketch_dim, sketch_layout: see prompt_pairs.sketch_covariance; neither: the rows are whole gradients.
         group_size: where the gradient noise scale is stated; default the best integer.
 
-    Returns, all intervals 95% percentile bootstrap over prompts (the same resamples) with the sketch's error in it:
+    Returns, all intervals 95% bootstrap-t over prompts (the same resamples) with the sketch's error in it:
         c1, c2, c3 (and _ci95); mean_theta_sq: mean ||theta(x)||^2; mean_theta_norm_sq: ||mean theta(x)||^2 (both
         with _ci95); sketch_standard_error: of mean_theta_norm_sq and c1 alike;
-        G_star, G_star_ci95 (an end is None where it is not bounded); G_star_paper_bound: sqrt(c3/c1);
+        G_star, G_star_ci95 (an end is None where it is not bounded, and where G_star may be larger);
+        G_star_paper_bound: sqrt(c3/c1);
+        G_star_at_least: one-sided 95% lower bound, also where c1 is not told from 0; G_star_may_be_larger: whether c1
+        is less than 3 standard errors; such answers are mostly those where c1 came out too large by chance;
         best_integer; within_10_percent [lowest, highest], _ci95 [[low, high] of each]; powers_of_two: in that range;
+        relative_mse {G: powers of two, reference: the one of least MSE, value: MSE over that, ci95};
+        almost_best [lowest, highest] power of two whose relative MSE is at most 1.1, also without a G_star;
         curve {G: 2..512, mse_times_N, ci95, terms {c1, c2, c3: their parts of mse_times_N}};
         gradient_noise_scale (and _ci95): prompts, (c1 + c2/G + c3/(G (G-1))) / mean_theta_norm_sq, at
         gradient_noise_scale_G; silent_share {G: powers of two, share, ci95, continuations: the fewest of a prompt}: the
         share of groups whose rewards are all equal, without bias from the run's own continuations (silent_groups), None
         for a G above their number;
-        more_prompts: how many more would tell c1 from 0; n_prompts, sketch_dim, reasons.
+        more_prompts: how many more would tell c1 from 0 in four cases of five; times_continuations: how many times as
+        many continuations per prompt would do instead; continuations_share: of the variance of c1;
+        n_prompts, sketch_dim, reasons.
     """
     columns = [np.asarray(c, dtype=np.float64) for c in (theta_sq, 4 * np.asarray(zeta1), 2 * np.asarray(zeta2))]
     n = _checked(columns, sketches)
     bootstrap, reasons = PromptBootstrap(n, n_bootstrap, seed), {}
     law: dict = {"n_prompts": n, "sketch_dim": sketch_dim}
-    values, resampled = _constants(columns, sketches, sketch_layout, sketch_dim, bootstrap, seed, law)
     missing = _why_no_pairs(n, sketches)
-    for name, column in resampled.items():
-        law[name] = values[name] if np.isfinite(values[name]) else None
-        law[f"{name}_ci95"] = bootstrap.interval(column)
-        pairs = name in ("c1", "mean_theta_norm_sq")
-        reasons |= {key: (missing if pairs and missing else ONE_PROMPT)
-                    for key in (name, f"{name}_ci95") if law[key] is None}  # fmt: skip
-    c, draws = [values[name] for name in ("c1", "c2", "c3")], [resampled[name] for name in ("c1", "c2", "c3")]
-    law |= _curve(c, draws, bootstrap, missing, reasons)
-    law |= _optimum(law, c, draws, missing, reasons)
-    law |= _noise_scale(law, c, draws, values, resampled, group_size, bootstrap, reasons)
+    products = None if sketches is None else pair_products(sketches)
+    error = _sketch_error(sketches, sketch_layout, sketch_dim)
+    law["sketch_standard_error"] = error
+    averages = _averages(columns, products, error, bootstrap, seed, missing)
+    for name, row in COLUMNS.items():
+        law |= _constant(name, row, averages, products, bootstrap, missing, reasons)
+    silence = NO_REWARD_DIFFERED if not np.any(columns[2] / 2 + columns[0]) else None  # E||h||^2 of every prompt is 0
+    law |= _curve(law, averages, bootstrap, missing, reasons)
+    law |= _optimum(law, averages, bootstrap, silence or missing, reasons)
+    law |= _prospect(law, columns[0], products, theta_sq_noise, silence or missing, reasons)
+    law |= _noise_scale(law, averages, group_size, bootstrap, reasons)
     law |= _silent(outcomes, bootstrap, reasons)
     return {**law, "reasons": reasons}
 
@@ -151,123 +181,138 @@ def _why_no_pairs(n: int, sketches) -> str | None:
     return ONE_PROMPT if n == 1 else FEW_PROMPTS if n < MIN_PROMPTS else None
 
 
-def _constants(columns, sketches, layout, sketch_dim, bootstrap, seed, law) -> tuple[dict, dict]:
-    """Values and (n_bootstrap,) resamples of the constants; c1 and ||mean theta||^2 with the sketch's error."""
-    names = ("mean_theta_sq", "c2", "2zeta2")
-    value = {name: float(column.mean()) for name, column in zip(names, columns)}
-    again = {name: bootstrap.resampled_means(column) for name, column in zip(names, columns)}
-    for table in (value, again):
-        table["c3"] = table.pop("2zeta2") - table["c2"]
-    common, repeated = np.nan, np.full_like(again["c2"], np.nan)
-    law["sketch_standard_error"] = None
-    if sketches is not None:
-        products = pair_products(sketches)
-        covariance = sketch_covariance([(sketches, sketches)], layout, sketch_dim)
-        law["sketch_standard_error"] = float(np.sqrt(max(0.0, covariance[0, 0])))
-        common = pair_mean(products)
-        errors = squared_norm_draws(common, law["sketch_standard_error"], len(repeated), seed)
-        repeated = resampled_pair_means(products, bootstrap) + errors
-    for table, pairs in ((value, common), (again, repeated)):
-        table["mean_theta_norm_sq"] = pairs
-        table["c1"] = table["mean_theta_sq"] - pairs
-    order = ("c1", "c2", "c3", "mean_theta_sq", "mean_theta_norm_sq")
-    return {name: value[name] for name in order}, {name: again[name] for name in order}
+def _sketch_error(sketches, layout, sketch_dim) -> float | None:
+    """Standard error of ||mean theta||^2, and of c1, for the sketch's random matrices."""
+    if sketches is None:
+        return None
+    return float(np.sqrt(max(0.0, sketch_covariance([(sketches, sketches)], layout, sketch_dim)[0, 0])))
 
 
-def _curve(c, draws, bootstrap, missing, reasons) -> dict:
+def _averages(columns, products, sketch_error, bootstrap, seed, missing) -> Averages:
+    """The four averages of ``COLUMNS``; without pairs of prompts the last is left 0, and nothing that needs it is read."""
+    if missing:
+        return bootstrap.averages([*columns, np.zeros(bootstrap.n_prompts)])
+    errors = squared_norm_draws(pair_mean(products), sketch_error, bootstrap.n_bootstrap, seed)
+    return pair_averages(columns, [products], bootstrap, errors[:, None])
+
+
+def _constant(name, row, averages, products, bootstrap, missing, reasons) -> dict:
+    (value,), draws = averages.linear(row[None])
+    found = {name: float(value), f"{name}_ci95": bootstrap.interval(draws[:, 0], value)}
+    if row[-1] and missing:
+        common = np.nan if products is None else pair_mean(products)
+        value = float(row[0] * averages.means[0] + row[-1] * common)
+        found = {name: value if np.isfinite(value) else None, f"{name}_ci95": None}
+    pairs = bool(row[-1]) and missing
+    reasons |= {key: pairs or ONE_PROMPT for key, each in found.items() if each is None}
+    return found
+
+
+def _curve(law, averages, bootstrap, missing, reasons) -> dict:
     curve: dict = {"G": GROUP_SIZES.tolist(), "mse_times_N": None, "ci95": None, "terms": None}
-    if not np.isfinite(c[0]):
+    if law["c1"] is None:
         reasons["curve"] = missing
         return {"curve": curve}
-    parts = c[0] * GROUP_SIZES, np.full(len(GROUP_SIZES), c[1]), c[2] / (GROUP_SIZES - 1)
+    parts = law["c1"] * GROUP_SIZES, np.full(len(GROUP_SIZES), law["c2"]), law["c3"] / (GROUP_SIZES - 1)
     curve["mse_times_N"] = sum(parts).tolist()
     curve["terms"] = {name: part.tolist() for name, part in zip(("c1", "c2", "c3"), parts)}
-    if bootstrap.interval(draws[0]) is None:
-        reasons["curve.ci95"] = missing or ONE_PROMPT
+    if missing:
+        reasons["curve.ci95"] = missing
         return {"curve": curve}
-    kept = np.isfinite(draws[0])
-    again = mse_times_budget(*(draw[kept, None] for draw in draws), GROUP_SIZES)
-    low, high = np.percentile(again, [2.5, 97.5], axis=0)
-    curve["ci95"] = [list(pair) for pair in zip(low.tolist(), high.tolist())]
+    values, draws = averages.linear(law_rows(GROUP_SIZES))
+    low, high = np.percentile(draws, [2.5, 97.5], axis=0)
+    curve["ci95"] = [list(pair) for pair in zip(np.minimum(low, values).tolist(), np.maximum(high, values).tolist())]
     return {"curve": curve}
 
 
-def _optimum(law, c, draws, missing, reasons) -> dict:
-    """G* and what depends on it, or None with the reason and the number of prompts that would do."""
+def _optimum(law, averages, bootstrap, unknown, reasons) -> dict:
+    """G* and what depends on it, or None with the reason; what a wrong size costs, which needs no G*."""
     keys = ("G_star", "G_star_ci95", "G_star_paper_bound", "best_integer", "within_10_percent",
-            "within_10_percent_ci95", "powers_of_two", "more_prompts")  # fmt: skip
-    result: dict = dict.fromkeys(keys)
-    # c1 is a variance: with c3 below 0 the MSE rises with G whatever c1 is.
-    falls = law["c3_ci95"] is not None and law["c3_ci95"][1] <= 0
-    unknown = missing
-    if unknown is None and not falls and law["c1_ci95"][0] <= 0:
-        result["more_prompts"], unknown = _more_prompts(law)
+            "within_10_percent_ci95", "powers_of_two", "G_star_may_be_larger")  # fmt: skip
+    result: dict = dict.fromkeys((*keys, "G_star_at_least", "almost_best"))
+    result["relative_mse"] = {"G": None, "reference": None, "value": None, "ci95": None}
     if unknown is not None:
+        reasons["relative_mse"] = unknown
         return _without(result, reasons, unknown)
-    reasons["more_prompts"] = "c1 is above 0, or c3 below: no more prompts are needed for G*"
-    c1 = c[0] if not falls else max(c[0], 0.0)
-    result["G_star"] = float(best_group_size(c1, c[2]))
-    result["G_star_ci95"] = _ends(best_group_size(draws[0], draws[2]))
-    result["best_integer"] = int(best_integer(c1, c[1], c[2]))
-    if c[2] > 0:
-        result["G_star_paper_bound"] = float(np.sqrt(c[2] / c1))
-    else:
-        reasons["G_star_paper_bound"] = "c3 is not above 0: the MSE rises with G from G = 2 on"
-    low, high = near_best(c1, c[1], c[2])
+    result["relative_mse"], why = relative_mse(averages, POWERS[POWERS <= GROUP_SIZES[-1]], bootstrap)
+    if why:
+        reasons["relative_mse"] = why
+        reasons["almost_best"] = why
+    result["almost_best"] = almost_best(result["relative_mse"])
+    if law["c3"] <= 0:
+        return _without(result, reasons, f"{_stated(law, 'c3')} is not above 0; c3 cannot be below 0, so this is noise: "
+                                         "more prompts or more continuations are needed")  # fmt: skip
+    bound = best_size_bound(averages, 5.0)
+    result["G_star_at_least"] = bound if bound is None or bound > 2 else None
+    if result["G_star_at_least"] is None:
+        reasons["G_star_at_least"] = ("c1 lies below 0" if bound is None else "the data support no lower bound above G = 2")
+    if law["c1_ci95"][0] <= 0:
+        return _without(result, reasons, _stated(law, "c1") + (
+            " is not above 0" if law["c1"] <= 0 else f" cannot be told from 0 with these {law['n_prompts']} prompts"))
+    c = [law[name] for name in ("c1", "c2", "c3")]
+    result["G_star"] = float(best_group_size(c[0], c[2]))
+    ends = [best_size_bound(averages, percent) for percent in (2.5, 97.5)]
+    low, high = min(ends[0] or np.inf, result["G_star"]), max(ends[1] or np.inf, result["G_star"])
+    half = np.sqrt(averages.variance(C1) + law["sketch_standard_error"] ** 2)
+    result["G_star_may_be_larger"] = bool(c[0] < SURE_C1 * half)
+    bounded = np.isfinite(high) and not result["G_star_may_be_larger"]
+    result["G_star_ci95"] = [low, high if bounded else None]
+    result["best_integer"] = int(best_integer(*c))
+    result["G_star_paper_bound"] = float(np.sqrt(c[2] / c[0]))
+    low, high = near_best(*c)
     if not (np.isfinite(low) and np.isfinite(high)):
-        text = "the least predicted MSE is not above 0" if np.isnan(low) else "c1 is not above 0"
-        reasons |= dict.fromkeys(("within_10_percent", "within_10_percent_ci95", "powers_of_two"), text)
-        return result
+        return _without(result, reasons, "the least predicted MSE is not above 0")
     result["within_10_percent"] = [int(low), int(high)]
-    result["within_10_percent_ci95"] = [_ends(end) for end in near_best(*draws)]
+    draws = averages.linear(np.stack([C1, C2, C3]))[1].T
+    result["within_10_percent_ci95"] = [_ends(end, value) for end, value in zip(near_best(*draws), (low, high))]
     result["powers_of_two"] = [int(power) for power in POWERS if low <= power <= high]
     return result
 
 
+def _stated(law: dict, name: str) -> str:
+    low, high = law[f"{name}_ci95"]
+    return f"{name} = {law[name]:.3g} (interval [{low:.3g}, {high:.3g}])"
+
+
 def _without(result: dict, reasons: dict, why: str) -> dict:
-    reasons |= {key: why for key, value in result.items() if value is None}
+    reasons |= {key: why for key, value in result.items() if value is None and key not in reasons}
     return result
 
 
-def _ends(resampled: np.ndarray) -> list[float | None]:
-    """95% percentile interval of values that may be infinite; an infinite end is None."""
-    ends = np.percentile(resampled[~np.isnan(resampled)], [2.5, 97.5], method="lower")
-    return [float(end) if np.isfinite(end) else None for end in ends]
+def _ends(draws: np.ndarray, value: float) -> list[float | None]:
+    """95% interval that holds ``value``, of draws that may be infinite; an infinite end is None."""
+    low, high = np.percentile(draws[~np.isnan(draws)], [2.5, 97.5], method="lower")
+    return [float(end) if np.isfinite(end) else None for end in (min(low, value), max(high, value))]
 
 
-def _more_prompts(law: dict) -> tuple[int | None, str]:
-    """How many more prompts would bring c1's interval above 0, as its width shrinks with 1/sqrt(n); and the reason.
-
-    Only what prompts contribute shrinks; the sketch's error stays. A c1 not above 0 is taken at its upper end.
-    """
-    c1, (low, high), n = law["c1"], law["c1_ci95"], law["n_prompts"]
-    text = f"c1 = {c1:.3g} cannot be told from 0 with these {n} prompts (its interval is [{low:.3g}, {high:.3g}])"
-    if high <= 0:
-        return None, f"{text}; no number of prompts like these would do"
-    taken, half = (c1, c1 - low) if c1 > 0 else (high, (high - low) / 2)
-    fixed = 1.96 * law["sketch_standard_error"]
-    if taken <= fixed:
-        return None, f"{text}; the sketch's own error is as large: a larger --sketch_dim is needed"
-    needed = n * max(half**2 - fixed**2, 0.0) / (taken**2 - fixed**2)
-    more = max(1, int(np.ceil(needed)) - n)
-    least = "about" if c1 > 0 else "at least"
-    return more, f"{text}; {least} {more} more prompt{'s' if more > 1 else ''} would do"
+def _prospect(law, theta_sq, products, noise, unknown, reasons) -> dict:
+    """What more would tell c1 from 0, where it is not told from 0 yet."""
+    keys = ("more_prompts", "times_continuations", "continuations_share")
+    if unknown is not None:
+        return _without(dict.fromkeys(keys), reasons, unknown)
+    if law["c1_ci95"][0] > 0:
+        return _without(dict.fromkeys(keys), reasons, "c1 is above 0: nothing more is needed for it")
+    found = forecast(theta_sq, products, law["c1_ci95"], law["sketch_standard_error"], noise)
+    if law["c3"] > 0:
+        changed = {key: f"{text}; {found.text}" for key, text in reasons.items() if text == reasons["G_star"]}
+        reasons |= changed
+    return _without(dict(zip(keys, found)), reasons, found.text)
 
 
-def _noise_scale(law, c, draws, values, resampled, group_size, bootstrap, reasons) -> dict:
+def _noise_scale(law, averages, group_size, bootstrap, reasons) -> dict:
     size = group_size or law["best_integer"]
     result = dict.fromkeys(("gradient_noise_scale", "gradient_noise_scale_ci95", "gradient_noise_scale_G"))
     result["gradient_noise_scale_G"] = size
     interval = law["mean_theta_norm_sq_ci95"]
     if size is None or interval is None:
         return _without(result, reasons, reasons["mean_theta_norm_sq_ci95" if interval is None else "best_integer"])
-    if interval[0] <= 0:
-        text = f"the interval of ||mean theta||^2 includes 0 ([{interval[0]:.4g}, {interval[1]:.4g}])"
-        return _without(result, reasons, text)
-    name = "mean_theta_norm_sq"
-    result["gradient_noise_scale"] = mse_times_budget(*c, size) / size / values[name]
-    result["gradient_noise_scale_ci95"] = bootstrap.interval(mse_times_budget(*draws, size) / size / resampled[name])
-    return result
+    why = not_above_zero(interval, "||mean theta||^2")
+    if why:
+        return _without(result, reasons, why)
+    (value,), draws = averages.linear_ratio(law_rows(np.array([size])) / size, COLUMNS["mean_theta_norm_sq"])
+    estimate = bootstrap.estimate(float(value), draws[:, 0])
+    result |= {"gradient_noise_scale": estimate.value, "gradient_noise_scale_ci95": estimate.interval}
+    return _without(result, reasons, estimate.reason) if estimate.reason else result
 
 
 def _silent(outcomes: Sequence[RewardCounts] | None, bootstrap: PromptBootstrap, reasons: dict) -> dict:
@@ -284,7 +329,8 @@ def _silent(outcomes: Sequence[RewardCounts] | None, bootstrap: PromptBootstrap,
     beyond = [None] * (len(sizes) - shares.shape[1])
     result["continuations"] = fewest
     result["share"] = shares.mean(0).tolist() + beyond
-    result["ci95"] = [bootstrap.interval(column) for column in bootstrap.resampled_means(shares).T] + beyond
+    draws = bootstrap.draws(shares).clip(0.0, 1.0)
+    result["ci95"] = [bootstrap.interval(*column) for column in zip(draws.T, shares.mean(0))] + beyond
     if beyond:
         text = f"a group larger than the {fewest} continuations of a prompt has no share without bias"
         reasons |= dict.fromkeys(("silent_share.share", "silent_share.ci95"), text)

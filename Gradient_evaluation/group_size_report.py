@@ -38,15 +38,43 @@ def report(law: dict, budget: int | None = None) -> str:
         ("c1", "between prompts"), ("c2", "per continuation"), ("c3", "small groups"))]  # fmt: skip
     if law["G_star"] is None:
         lines.append(f"  no best group size: {law['reasons']['G_star']}")
+        if law.get("G_star_at_least"):
+            lines.append(f"  G* is at least {law['G_star_at_least']:.3g} (one-sided 95%)")
     else:
         bound = law["G_star_paper_bound"]
         beside = "" if bound is None else f"   (the paper's bound form sqrt(c3/c1): {bound:.3g})"
         lines.append(f"  best group size G* = {_number(law, 'G_star', '.3g')}{beside}")
+        if law.get("G_star_may_be_larger"):
+            lines.append(f"  G* may well be larger: c1 is less than 3 standard errors above 0; {at_least(law)}")
         lines.append(f"  within 10% of the least MSE: {_range(law)}")
+    lines += _relative(law)
     lines.append(f"  gradient noise scale: {_noise_scale(law)}")
     if budget is not None:
         lines += ["", *_table(law, budget)]
     return "\n".join([*lines, PREDICTION])
+
+
+def at_least(law: dict) -> str:
+    """The lower bound that the data support: ``"the data support G* of at least 5.1 (one-sided 95%)"``."""
+    bound = law.get("G_star_at_least")
+    if bound is None:
+        return f"no lower bound ({(law.get('reasons') or {}).get('G_star_at_least', 'not in the results')})"
+    return f"the data support G* of at least {bound:.3g} (one-sided 95%)"
+
+
+def _relative(law: dict) -> list[str]:
+    """What a wrong size costs: the MSE at each power of two over the least of them, at the same number of continuations."""
+    table = law.get("relative_mse") or {}
+    if table.get("value") is None:
+        return []
+    cells = [f"{size}: {value:.3g}" + ("" if ends is None or size == table["reference"] else f" [{ends[0]:.3g}, {ends[1]:.3g}]")
+             for size, value, ends in zip(table["G"], table["value"], table["ci95"])]  # fmt: skip
+    lines = [f"  MSE over that at G = {table['reference']}: " + ", ".join(cells)]
+    if law.get("almost_best"):
+        low, high = law["almost_best"]
+        which = f"G = {low} is" if low == high else f"G = {low} to {high} are"
+        lines.append(f"  {which} within 10% of the least of these powers of two")
+    return lines
 
 
 def _number(law: dict, name: str, form: str = ".4g") -> str:

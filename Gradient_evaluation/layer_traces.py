@@ -34,7 +34,7 @@ def traces(moments: np.ndarray, oracle_value: np.ndarray, K: int) -> dict[str, n
 
 def by_layer(modules: Sequence[str], moments: Iterable[np.ndarray], oracle_values: Sequence[float],
              K_list: Sequence[int], n_bootstrap: int = 2000, seed: int = 0) -> dict:
-    """The entry ``by_layer`` of the results: means over prompts with 95% bootstrap intervals, JSON-ready.
+    """The entry ``by_layer`` of the results: means over prompts with 95% bootstrap-t intervals, JSON-ready.
 
     moments: one (modules, 6) per prompt. Returns {"modules": names, "trace_cov": {name: [[a value per module] per
     K]}, "trace_cov_ci95": the same shape with [low, high], None with one prompt}.
@@ -44,9 +44,10 @@ def by_layer(modules: Sequence[str], moments: Iterable[np.ndarray], oracle_value
     results = {"modules": list(modules), "trace_cov": {}, "trace_cov_ci95": {}}
     for K in K_list:
         for name, per_prompt in traces(stacked, values, K).items():
-            means = bootstrap.resampled_means(per_prompt)
-            low, high = np.percentile(means, [2.5, 97.5], axis=0)
-            results["trace_cov"].setdefault(name, []).append(per_prompt.mean(0).tolist())
+            means = per_prompt.mean(0)
+            low, high = np.percentile(bootstrap.draws(per_prompt), [2.5, 97.5], axis=0)
+            ends = zip(np.minimum(low, means).tolist(), np.maximum(high, means).tolist())
+            results["trace_cov"].setdefault(name, []).append(means.tolist())
             results["trace_cov_ci95"].setdefault(name, []).append(
-                [list(pair) for pair in zip(low.tolist(), high.tolist())] if len(values) > 1 else [None] * len(modules))
+                [list(pair) for pair in ends] if len(values) > 1 else [None] * len(modules))
     return results

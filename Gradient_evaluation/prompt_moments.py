@@ -38,6 +38,7 @@ class PromptMoments:
     coefficients: np.ndarray  # (n, 3) A, N, D of prompt_only_coefficients
     best_trace: np.ndarray | str  # (n,) per-continuation trace at the cross-fitted b*
     pairs: PairMoments  # three (n,)
+    theta_sq_noise: np.ndarray  # (n,) variance of pairs.disjoint for the continuations, from block to block; NaN: one block
     pairs_by_length: PairMoments  # three (n,), of the scores g / length
     mixture: np.ndarray  # (n, 2) u, v of mixture_coefficients
     groups: Mapping[tuple[str, int], GroupMoments]  # by kind of advantage and K: three (n,)
@@ -118,6 +119,7 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
         **{case: _mean_over_large_blocks(blocks, *case) for case in cases},
         "oracle_value": value,
         "greedy_reward": _number(greedy, f"{name}: the greedy reward", NO_GREEDY),
+        "theta_sq_noise": _variance_of_mean([found.disjoint for found in means["pairs"]]),
         "best_trace": _best_trace(blocks, np.array(coefficients)),
         "n_outcomes": np.sum([each.sum(-1) for each in classes], axis=0),
         "outcomes": reward_counts(*everything),
@@ -131,6 +133,11 @@ def _mean_over_large_blocks(blocks: Sequence[tuple], kind: str, group_size: int)
     usable = ~np.isnan(found)
     count = usable.sum(0)
     return np.where(count > 0, np.where(usable, found, 0.0).sum(0) / np.maximum(count, 1), np.nan)
+
+
+def _variance_of_mean(values: Sequence[float]) -> float:
+    """Estimated variance of the mean of independent values; NaN where there is one only."""
+    return float(np.var(values, ddof=1) / len(values)) if len(values) > 1 else float("nan")
 
 
 def _number(value, name: str, missing: str) -> float | str:

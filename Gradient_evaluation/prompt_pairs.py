@@ -3,7 +3,7 @@
 ||mean over x of theta(x)||^2 is the mean of <theta(x), theta(x')> over independent prompts x, x'. With one unbiased
 (sketched) gradient estimate per prompt, made from its own continuations, the mean of their products over pairs
 x != x' is unbiased for it; a prompt paired with itself would add the noise of its estimate. Two errors remain:
-that of the prompts drawn (``resampled_pair_means``) and that of the sketch, which more prompts do not lower
+that of the prompts drawn (``pair_averages``) and that of the sketch, which more prompts do not lower
 (``sketch_covariance``). Derived in the project's method notes, section 5, and here. NumPy only.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from Gradient_evaluation.prompt_bootstrap import ONE_PROMPT, Estimate, PromptBootstrap
+from Gradient_evaluation.prompt_bootstrap import ONE_PROMPT, Averages, Estimate, PromptBootstrap, not_above_zero
 
 MIN_PROMPTS = 4  # for an interval: with fewer, too many resamples hold one prompt only
 FEW_PROMPTS = f"fewer than {MIN_PROMPTS} prompts: there is no interval over pairs of prompts"
@@ -50,40 +50,83 @@ def pair_mean(products: np.ndarray) -> float:
     return float(products.sum() / (n * (n - 1))) if n > 1 else float("nan")
 
 
-def pair_mean_variance(products: np.ndarray) -> float:
-    """Variance of ``pair_mean`` over prompts, from the two-way decomposition of a symmetric table (n >= 4).
+def pair_mean_covariance(tables: Sequence[np.ndarray]) -> np.ndarray:
+    """Covariance (q, q) of the ``pair_mean`` of q symmetric tables (n, n) of the same prompts (n >= 4).
 
-    With H_xy = P + A_x + A_y + E_xy: Var = 4 Var(A) / n + 2 Var(E) / (n (n - 1)). The residuals of the least-squares
-    fit give Var(E) with n (n - 3) degrees of freedom; the spread of the fitted A_x is Var(A) + Var(E) / (n - 2).
+    See ``pair_variances``: Cov = 4 Cov(A) / n + 2 Cov(E) / (n (n - 1)).
     """
-    n = len(products)
-    effects = (n - 1) / (n - 2) * (products.sum(1) / (n - 1) - pair_mean(products))
-    residuals = products - pair_mean(products) - effects[:, None] - effects
-    np.fill_diagonal(residuals, 0.0)
-    noise = (residuals**2).sum() / (n * (n - 3))
-    spread = max(0.0, effects.var(ddof=1) - noise / (n - 2))
+    n = len(tables[0])
+    spread, noise = pair_variances(tables)
     return 4 * spread / n + 2 * noise / (n * (n - 1))
 
 
-def resampled_pair_means(products: np.ndarray, bootstrap: PromptBootstrap) -> np.ndarray:
-    """``pair_mean`` of each resample of the prompts, (n_bootstrap,), aligned with the bootstrap's other quantities.
+def pair_variances(tables: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Cov(A), Cov(E), each (q, q), in H_xy = P + A_x + A_y + E_xy of q symmetric tables (n, n), n >= 4.
+
+    A two-way decomposition: the residuals of the least-squares fit give Cov(E) with n (n - 3) degrees of freedom; the
+    spread of the fitted A_x is Cov(A) + Cov(E) / (n - 2). A variance of A that comes out below 0 counts as 0.
+    """
+    n = len(tables[0])
+    effects, residuals = [], []
+    for table in tables:
+        mean = pair_mean(table)
+        effects.append((n - 1) / (n - 2) * (table.sum(1) / (n - 1) - mean))
+        rest = table - mean - effects[-1][:, None] - effects[-1]
+        np.fill_diagonal(rest, 0.0)
+        residuals.append(rest.ravel())
+    noise = np.array(residuals) @ np.array(residuals).T / (n * (n - 3))
+    values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(effects)) - noise / (n - 2))
+    return (vectors * np.clip(values, 0.0, None)) @ vectors.T, noise
+
+
+def pair_mean_variance(products: np.ndarray) -> float:
+    """Variance of ``pair_mean`` over prompts: see ``pair_mean_covariance``."""
+    return float(pair_mean_covariance([products])[0, 0])
+
+
+def pair_averages(
+    columns: Sequence[np.ndarray], tables: Sequence[np.ndarray], bootstrap: PromptBootstrap,
+    errors: np.ndarray | None = None,
+) -> Averages:
+    """Means of (n,) ``columns`` and then the ``pair_mean`` of ``tables`` (n, n), known together; n >= 4.
+
+    errors: (n_bootstrap, number of tables) draws of truth - value for a reason other than the prompts: the sketch.
 
     A prompt drawn w_x times makes w_x w_y pairs with y and none with its own copies (the diagonal is 0): their
-    product is not one of independent estimates. The mean is over sum_{x != y} w_x w_y pairs, and is NaN where a
-    resample holds one prompt only. Noise of the single pairs enters such a resample three times instead of once
-    (beside the pairs' own, twice through each prompt's sum over its pairs, whose noise cannot be told from a
-    difference between prompts); so the deviations are scaled to the variance of ``pair_mean_variance``, by a factor
-    that tends to 1 as noise vanishes and to 1 / sqrt(3) where there is nothing else. All NaN with n < 4.
+    product is not one of independent estimates. Noise of single pairs enters the spread of such resamples three times
+    instead of once (beside the pairs' own, twice through each prompt's sum over its pairs, whose noise cannot be told
+    from a difference between prompts). It enters their own standard errors, from the same sums, alike; so their ratio
+    has the right distribution, and the standard error that it is multiplied with is that of ``pair_mean_covariance``.
     """
-    n = len(products)
-    if n < MIN_PROMPTS:
-        return np.full(len(bootstrap.resampled_means(np.ones(n))), np.nan)
-    counts = n * bootstrap.resampled_means(np.eye(n))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        means = ((counts @ products) * counts).sum(1) / (n**2 - (counts**2).sum(1))
-        deviations = means - np.nanmean(means)
-        scale = np.sqrt(pair_mean_variance(products) / np.nanmean(deviations**2))
-    return pair_mean(products) + deviations * (min(1.0, scale) if np.isfinite(scale) else 0.0)
+    n, count = bootstrap.n_prompts, len(columns)
+    plain = np.stack([np.asarray(column, dtype=np.float64) for column in columns], -1) if count else np.zeros((n, 0))
+    means = np.array([*plain.mean(0), *map(pair_mean, tables)])
+    effects = [2 * (table.sum(1) / (n - 1) - pair_mean(table)) for table in tables]
+    influence = np.concatenate([plain - plain.mean(0), np.stack(effects, -1)], axis=1)
+    covariance = influence.T @ influence / n**2
+    covariance[count:, count:] = pair_mean_covariance(tables) * (n - 1) / n  # as the others: no degree of freedom off
+    resampled, again = (np.concatenate(parts) for parts in zip(*(
+        _resample(counts, plain, tables, means) for counts in bootstrap.counts_in_parts())))  # fmt: skip
+    others = None if errors is None else np.concatenate([np.zeros((len(errors), count)), errors], axis=1)
+    return Averages(means, covariance, resampled, again, others)
+
+
+def _resample(counts: np.ndarray, plain: np.ndarray, tables: Sequence[np.ndarray], means: np.ndarray):
+    """The averages (b, q) of resamples in which prompt x stands counts[:, x] times, and their covariances (b, q, q)."""
+    n = plain.shape[0]
+    averages = counts @ plain / n
+    influence = [column - mean[:, None] for column, mean in zip(plain.T, averages.T)]
+    found = list(averages.T)
+    pairs, partners = n**2 - (counts**2).sum(1), n - counts
+    for table, mean in zip(tables, means[plain.shape[1]:]):
+        sums = counts @ table
+        # a resample of one prompt only has no pair: it is given the mean, and says nothing
+        found.append(np.divide((sums * counts).sum(1), pairs, out=np.full(len(counts), mean), where=pairs > 0))
+        own = np.divide(sums, partners, out=np.full_like(sums, mean), where=partners > 0)
+        influence.append(2 * (own - found[-1][:, None]))
+    stacked = np.stack(influence, axis=-1)
+    weighted = (stacked * counts[:, :, None]).swapaxes(1, 2) @ stacked
+    return np.stack(found, axis=-1), weighted / n**2
 
 
 def sketch_covariance(
@@ -176,7 +219,7 @@ def prompt_averaged_cosines(
     sketches: (n, E, S), for each prompt the sketch of each estimator's mean; theta: (n, S), of an unbiased estimate
     of theta(x) (GRPO's). {name: {cosine, ci95, reason}}: <m_e, m> / sqrt(||m_e||^2 ||m||^2), each of the three from
     products over pairs x != x', so it may come out a little above 1; 95% intervals over prompts and sketch. Null
-    with the reason where the interval of a squared norm includes 0, or there are too few prompts.
+    with the reason where the interval of a squared norm is not above 0, or there are too few prompts.
     """
     n, count, _ = sketches.shape
     bootstrap = PromptBootstrap(n, n_bootstrap, seed)
@@ -185,21 +228,17 @@ def prompt_averaged_cosines(
         own = sketches[:, place]
         pairs = [(own, theta), (own, own), (theta, theta)]
         errors = sketch_draws(sketch_covariance(pairs, layout, sketch_dim), n_bootstrap, seed)
-        products = [pair_products(*pair) for pair in pairs]
-        resampled = [resampled_pair_means(h, bootstrap) + errors[:, i] for i, h in enumerate(products)]
-        estimate = _cosine([pair_mean(h) for h in products], resampled, bootstrap, name)
+        estimate = _cosine([pair_products(*pair) for pair in pairs], errors, bootstrap, name)
         result[name] = {"cosine": estimate.value, "ci95": estimate.interval, "reason": estimate.reason}
     return result
 
 
-def _cosine(values: list, resampled: list, bootstrap: PromptBootstrap, name: str) -> Estimate:
+def _cosine(products: Sequence[np.ndarray], errors: np.ndarray, bootstrap: PromptBootstrap, name: str) -> Estimate:
     if bootstrap.n_prompts < MIN_PROMPTS:
         return Estimate(None, None, ONE_PROMPT if bootstrap.n_prompts == 1 else FEW_PROMPTS)
-    for square, what in zip(resampled[1:], (name, "theta")):
-        interval = bootstrap.interval(square)
-        if interval is None or interval[0] <= 0:
-            return Estimate(None, None, f"the interval of ||mean {what}||^2 over prompts includes 0")
-    with np.errstate(divide="ignore", invalid="ignore"):
-        inner, own, other = resampled
-        interval = bootstrap.interval(inner / np.sqrt(own * other))
-    return Estimate(values[0] / np.sqrt(values[1] * values[2]), interval)
+    averages = pair_averages([], products, bootstrap, errors)
+    for square, what in ((lambda inner, own, other: own, name), (lambda inner, own, other: other, "theta")):
+        reason = not_above_zero(bootstrap.interval(averages.draws(square)[1]), f"||mean {what}||^2 over prompts")
+        if reason:
+            return Estimate(None, None, reason)
+    return bootstrap.estimate(*averages.draws(lambda inner, own, other: inner / np.sqrt(own * other)))

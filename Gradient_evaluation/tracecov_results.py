@@ -164,7 +164,8 @@ def law_of(prompts: estimators.PromptMoments, notes: Notes, identity: dict, seed
     layout = [SketchPart(*map(int, part)) for part in notes.sketch_layout] if complete else None
     law = group_size_law(pairs.disjoint, pairs.shared_member - pairs.disjoint, pairs.same_pair - pairs.disjoint,
                          None if sketches is None else sketches[:, 0],
-                         prompts.outcomes, sketch_dim=sketch_dim or None, sketch_layout=layout, seed=seed)
+                         prompts.outcomes, theta_sq_noise=prompts.theta_sq_noise, sketch_dim=sketch_dim or None,
+                         sketch_layout=layout, seed=seed)
     law["cosine_to_gradient"] = {}
     if sketches is not None and sketches.shape[1] > 1:
         if min(notes.block_sizes) < largest:

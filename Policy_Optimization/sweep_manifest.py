@@ -62,6 +62,8 @@ def recommended_sizes(results: Mapping[str, Any], name: str, budgets: Sequence[i
         wanted = {size for size in allowed if within[0] <= size <= within[1]}
     if not wanted and _is_number(best) and best > 0:
         wanted = {min(allowed, key=lambda size: abs(math.log(size / best)))} if allowed else set()
+    if not wanted and best is None and isinstance(reason := (law.get("reasons") or {}).get("G_star"), str):
+        raise UserError(f"{name}: group_size_law recommends no size: {reason}; give --group_sizes")
     if not wanted:
         raise UserError(f"{name}: group_size_law recommends no admissible size ({allowed}); give --group_sizes")
     return sorted(wanted)

@@ -45,7 +45,8 @@ def ratios_by_size(measured: Measurement) -> tuple[list[int], list[float], list]
     for place, size in enumerate(sizes):
         if isinstance(measured.grams, str):
             grpo, oracle = (results["conditional_on_x"][name][place] for name in ("grpo", "oracleV"))
-            if grpo is not None and oracle is not None and oracle > 0:
+            ends = ((results.get("conditional_on_x_ci95") or {}).get("oracleV") or [None] * len(sizes))[place]
+            if grpo is not None and oracle is not None and (oracle if ends is None else ends[0]) > 0:
                 found.append((size, grpo / oracle, None))
             continue
         traces = [measured.at(name, size).trace for name in ("grpo", "oracleV")]
@@ -53,7 +54,7 @@ def ratios_by_size(measured: Measurement) -> tuple[list[int], list[float], list]
         if estimate.value is not None:
             found.append((size, *estimate[:2]))
     if not found:
-        raise UserError("there is no ratio of GRPO to the oracle: the oracle's trace is missing or includes 0")
+        raise UserError("there is no ratio of GRPO to the oracle: the oracle's trace is missing or not surely above 0")
     return tuple(map(list, zip(*found)))
 
 
@@ -130,6 +131,10 @@ def plot_estimators(measured: Measurement, ax=None, quantity: str = FAIR):
         raise UserError(f"no estimator has this quantity ({quantity}); see the reasons in the results file")
     if quantity == FAIR and "grpo" not in known:
         raise UserError("GRPO itself has no signal-to-noise ratio to compare with; see the reasons in the results file")
+    if quantity == FAIR:
+        ends = known["grpo"][f"{quantity}_ci95"][0]
+        if (known["grpo"][quantity][0] if ends is None else ends[0]) <= 0:
+            raise UserError("GRPO's own signal-to-noise ratio is not surely above 0, so nothing is divided by it")
     unit = known["grpo"][quantity][0] if quantity == FAIR else 1.0
     names = sorted(known, key=lambda name: known[name][quantity][0], reverse=quantity == "mse")  # the best on top
     ax = new_ax(ax, height=1.2 + 0.2 * len(names))

@@ -3,8 +3,8 @@
     python plots/plot_group_size.py outputs/demo/tracecov_tiny_model.json --out group_size.pdf
     python plots/plot_group_size.py base.json instruct.json --label base Instruct --budget 1024 --out group_size.png
 
-Each results file (written by Gradient_evaluation/run_tracecov.py) is one panel. The band is the 95% interval over
-prompts. Without --budget the axis is MSE times the number N of continuations per step, for which N need not be
+Each results file (written by Gradient_evaluation/run_tracecov.py) is one panel. The band is the 95% interval (bootstrap-t)
+over prompts. Without --budget the axis is MSE times the number N of continuations per step, for which N need not be
 known. Dotted, c1 G + c2 + c3/G: the form whose minimum is the paper's sqrt(c3/c1). Runs in seconds.
 """
 
@@ -124,11 +124,13 @@ def _mark(ax, sizes: list, values: list, place: float, marker: str, colour: str,
 
 def _mark_best(ax, law: dict, sizes: list, values: list) -> None:
     if law.get("G_star") is None:
-        ax.plot([], [], linestyle="", label="G*: not computed (see reasons)")
+        least = law.get("G_star_at_least")
+        ax.plot([], [], linestyle="", label="G*: not computed (see reasons)" + (f", at least {least:.3g}" if least else ""))
         return
     ends = law.get("G_star_ci95") or [None, None]
     interval = "" if ends == [None, None] else " [{}, {}]".format(*("-" if e is None else f"{e:.3g}" for e in ends))
-    _mark(ax, sizes, values, law["G_star"], "o", MSE.colour, "G* = {:.3g}" + interval)
+    more = ", may well be larger" if law.get("G_star_may_be_larger") else ""
+    _mark(ax, sizes, values, law["G_star"], "o", MSE.colour, "G* = {:.3g}" + interval + more)
 
 
 def _finish(ax, law: dict, values: list, label: str | None, budget: int | None) -> None:

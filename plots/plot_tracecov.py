@@ -135,7 +135,7 @@ def _draw(ax, places: list[float], look: Curve, values: list, intervals: list, l
     if all(value is None for value in values):
         return False
     shown = [v if v is not None and (v > 0 or not log_y) else math.nan for v in values]
-    # A percentile interval of few prompts can leave out the mean itself; a bar cannot point inwards.
+    # Results of an older version may have intervals that leave out the mean; a bar cannot point inwards.
     bars = [[0.0 if i is None else max(0.0, sign * (i[end] - v)) for v, i in zip(shown, intervals)]
             for end, sign in ((0, -1), (1, 1))]  # fmt: skip
     ax.errorbar(

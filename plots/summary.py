@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from Gradient_evaluation.group_size_report import at_least
 from Gradient_evaluation.tracecov_results import value_text
 from plots.plot_tracecov import FLOOR, PUBLISHED, curve_of
 from plots.style import CURVES, name_of
@@ -58,7 +59,10 @@ def group_size_in_words(law: dict | None) -> str:
     law = law if isinstance(law, dict) else {}
     if law.get("G_star") is None:
         reason = (law.get("reasons") or {}).get("G_star", "the results hold no law of the group size")
-        return f"best group size to train with: not computed ({reason})"
+        words = f"best group size to train with: not computed ({reason})"
+        if law.get("G_star_at_least"):
+            words += f"; {at_least(law)}"
+        return words + _almost_best(law)
     ends = law.get("G_star_ci95")
     interval = "" if not ends else " [{}, {}]".format(*("unbounded" if end is None else f"{end:.3g}" for end in ends))
     words = f"best group size to train with: G* = {law['G_star']:.3g}{interval}"
@@ -66,4 +70,14 @@ def group_size_in_words(law: dict | None) -> str:
         low, high = law["within_10_percent"]
         powers = ", ".join(map(str, law.get("powers_of_two") or [])) or "none"
         words += f"; G = {low} to {high} are within 10% of the least MSE (powers of two among them: {powers})"
+    if law.get("G_star_may_be_larger"):
+        words += f"; G* may well be larger, c1 is less than 3 standard errors above 0: {at_least(law)}"
     return words
+
+
+def _almost_best(law: dict) -> str:
+    if not law.get("almost_best"):
+        return ""
+    low, high = law["almost_best"]
+    sizes = f"G = {low} is" if low == high else f"G = {low} to {high} are"
+    return f"; as measured, {sizes} within 10% of the least MSE among powers of two"

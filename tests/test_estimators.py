@@ -1,6 +1,7 @@
 """The estimators' formulas against exact sums over all draws of small policies, and the manners of the results."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -142,12 +143,12 @@ def test_group_trace_extends_beyond_the_block_size():
 
 
 def test_records_give_the_same_numbers_as_the_block_formulas_averaged_over_all_blocks():
-    """Through the whole of summarise: one prompt whose blocks are all blocks of 4 of a uniform policy."""
+    """Through the whole of summarise: two equal prompts whose blocks are all blocks of 4 of a uniform policy."""
     policy = random_policy(8, n_outcomes=4, centred=False, binary=False)
     policy = policy._replace(probs=np.full(4, 0.25), scores=policy.scores - policy.scores.mean(0))
     gram, rewards, lengths, _ = policy.blocks(4)
     record = SimpleNamespace(oracle_value=policy.value, blocks=list(zip(gram, rewards, lengths)))
-    results = summarise([record], [2, 3, 4], n_bootstrap=10)
+    results = summarise([record, record], [2, 3, 4], n_bootstrap=10)
     for position, group_size in enumerate((2, 3, 4)):
         truth = {
             "naive": policy.moments(prompt_only(0.0), group_size)[1],
@@ -415,3 +416,26 @@ def test_bad_advantage_arguments_are_refused():
     for rewards, kind in (([1.0], "mean_only"), ([1.0, 0.0], "typo"), ([1.0, np.nan], "mean_only"), (1.0, "mean_only")):
         with pytest.raises(ValueError):
             group_advantages(rewards, kind)
+
+
+def test_the_noise_of_theta_sq_is_its_spread_from_block_to_block_and_missing_with_one_block():
+    records = make_records(n_prompts=30, sizes=(8,) * 6)
+    noise = reduce_prompts(records).theta_sq_noise
+    halves = [reduce_prompts([SimpleNamespace(oracle_value=record.oracle_value, blocks=[block]) for block in record.blocks])
+              for record in records]  # fmt: skip
+    expected = [half.pairs.disjoint.var(ddof=1) / 6 for half in halves]
+    assert noise == pytest.approx(expected)
+    assert np.isnan(reduce_prompts(make_records(n_prompts=2, sizes=(8,))).theta_sq_noise).all()
+
+
+def test_an_effective_group_size_below_the_smallest_group_is_null_with_the_reason():
+    """Plain GRPO at K = 2 is better than this: no group of GRPO is as bad, and 1.3 continuations are no group."""
+    moments = reduce_prompts(make_records(n_prompts=12, sizes=(16, 16)))
+    pairs = moments.pairs._replace(
+        disjoint=np.full(12, 1.0), shared_member=np.full(12, 1.5), same_pair=np.linspace(4.9, 5.1, 12))  # fmt: skip
+    moments = replace(moments, pairs=pairs, coefficients=np.tile([30.0, 0.0, 1.0], (12, 1)))
+    results = summarise(moments, [2], n_bootstrap=50)
+    worse = results["estimators"]["naive"]
+    assert worse["effective_group_size"] == [None] and worse["effective_group_size_ci95"] == [None]
+    assert "K = 2, the smallest group" in results["reasons"]["estimators.naive.effective_group_size"]
+    assert results["estimators"]["grpo"]["effective_group_size"] == pytest.approx([2.0])

@@ -69,8 +69,13 @@ def test_a_law_without_a_best_size_is_drawn_and_says_so():
     made = law(c1=0.05, spread=0.5)
     assert made["G_star"] is None
     figure, ax = plot_group_size(made)
-    assert "G*: not computed (see reasons)" in lines(ax)
+    assert f"G*: not computed (see reasons), at least {made['G_star_at_least']:.3g}" in lines(ax)
     figure.draw_without_rendering()
+
+
+def test_a_best_size_that_may_well_be_larger_is_drawn_as_such():
+    made = {**law(), "G_star_may_be_larger": True}
+    assert any(label.startswith("G* =") and label.endswith("may well be larger") for label in lines(plot_group_size(made)[1]))
 
 
 def test_terms_that_are_not_above_zero_are_left_out_and_named():

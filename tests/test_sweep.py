@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.group_size_law import group_size_law
 from Policy_Optimization.settings import training_law
 from Policy_Optimization.sweep_manifest import (admissible_sizes, check_same_law, main, make_plan, mark, read_manifest,
                                                 recommended_sizes)
@@ -112,6 +114,20 @@ def test_a_sweep_is_not_planned_on_a_recommendation_of_another_law(tmp_path):
         done = plan(*more)
         assert "1 runs, 0 of them finished; sizes 8" in done.stderr and "absent.parquet: no such file" in done.stderr
         assert ("going on as --allow_mismatch says" in done.stderr) == (more == ["--allow_mismatch"])
+
+
+@pytest.mark.parametrize("reason", ["no reward ever differed: all ...", "c3 = -1 is not above 0", "c1 cannot be told from 0"])
+def test_a_law_without_an_answer_is_refused_with_its_reason(reason):
+    law = {"G_star": None, "powers_of_two": None, "within_10_percent": None, "reasons": {"G_star": reason}}
+    with pytest.raises(UserError, match="^r.json: group_size_law recommends no size: .*; give --group_sizes$") as caught:
+        recommended_sizes({"group_size_law": law}, "r.json", SIZES)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_law_of_rewards_that_never_differ_is_refused_by_the_sweep():
+    law = group_size_law(np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4)), n_bootstrap=50)
+    with pytest.raises(UserError, match="no reward ever differed"):
+        recommended_sizes({"group_size_law": law}, "r.json", SIZES)
 
 
 def test_a_plan_keeps_what_is_done_and_adds_what_is_new(tmp_path):
