@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.cli import Parser, integer, one_line_while_importing, run  # noqa: E402
+from Gradient_evaluation.cli import MOST_CONTINUATIONS, Parser, integer, one_line_while_importing, run  # noqa: E402
 from Gradient_evaluation.flags import add_shared_flags  # noqa: E402
 
 
@@ -29,7 +29,8 @@ def parse_args():
     add_shared_flags(parser)
     parser.add_argument("--dataset", default="Kyleyee/arithmetic-test", help="hub id, or a local file or folder")
     parser.add_argument("--split", default="train", help="split of a hub or saved data set (%(default)s)")
-    parser.add_argument("--n_oracle", type=integer(1), default=1000, help="continuations per prompt (%(default)s)")
+    parser.add_argument("--n_oracle", type=integer(1, MOST_CONTINUATIONS), default=1000,
+                        help="continuations per prompt (%(default)s)")
     parser.add_argument("--batch_size", type=integer(1), default=32, help="continuations at a time (%(default)s)")
     parser.add_argument("--out_dir", default="oracle_v_results", help="folder of the table (%(default)s)")
     return parser.parse_args()

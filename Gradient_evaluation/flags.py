@@ -22,7 +22,8 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top_k", type=integer(0), default=0, help="keep the k likeliest tokens, 0 for all (0)")
     parser.add_argument("--max_new_tokens", type=integer(1), default=32, help="(%(default)s)")
     parser.add_argument("--stop", nargs="+", default=[], metavar="TEXT", type=_stop_text,
-                        help=r"end a continuation at any of these strings (\n is a new line); the reward reads what is before")
+                        help=r"end a continuation at any of these strings (\n is a new line); the reward reads what is before; "
+                             "a special token such as <|im_end|> ends it as the end of sequence does")
     parser.add_argument("--chat_template_kwargs", type=json_object, default={}, metavar="JSON",
                         help="""variables of the chat template, such as '{"enable_thinking": false}'""")
     parser.add_argument("--reward", choices=sorted(REWARDS), default="integer",
@@ -43,4 +44,6 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
 
 def _stop_text(text: str) -> str:
     r"""A stop string as typed in a shell, where \n and \t are easier to write than the characters."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty (an unset variable?): it would end every continuation at once; leave it out")
     return text.replace(r"\n", "\n").replace(r"\t", "\t")

@@ -13,6 +13,7 @@ from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.models import check_prompt_length, model_label, model_limits
 from Gradient_evaluation.run_files import at_row
 from Gradient_evaluation.sampling import SamplingLaw
+from Gradient_evaluation.stop_strings import check_stop_strings
 from Gradient_evaluation.tables import Row
 from Gradient_evaluation.utils import format_prompt
 
@@ -58,6 +59,7 @@ def tokenised(rows: Sequence[Row], args: argparse.Namespace, tokenizer,
     Raises UserError naming the row of a prompt that the tokenizer refuses, or that does not fit the model's context;
     the latter are left out and counted under --skip_long.
     """
+    check_stop_strings(tokenizer, args.stop)
     if chat.kwargs and all(isinstance(row.prompt, str) for row in rows):
         raise UserError(f"{FLAG}: every prompt is a string, which no template renders; leave it out, or give messages")
     context, vocabulary = model_limits(args.model, args.revision, args.trust_remote_code)

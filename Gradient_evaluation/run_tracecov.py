@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, one_line_while_importing, run  # noqa: E402
+from Gradient_evaluation.cli import (MOST_CONTINUATIONS, Parser, UserError, group_sizes, integer,  # noqa: E402
+                                     one_line_while_importing, run)
 
 if __name__ == "__main__":
     one_line_while_importing()
@@ -55,7 +56,7 @@ def parse_args():
     parser.add_argument("--block_size", type=integer(4),
                         help="continuations per Gram, at least 4; less takes less memory (max(K_list), twice that for some "
                              "--estimators)")
-    parser.add_argument("--gram_memory", type=integer(1), default=64, help="MiB of a temporary in a Gram (%(default)s)")
+    parser.add_argument("--gram_memory", type=integer(1, 2**24), default=64, help="MiB of a temporary in a Gram (%(default)s)")
     parser.add_argument("--gram_dtype", choices=GRAM_DTYPES, default="float32",
                         help="of the products in a Gram; bfloat16 is faster where the hardware has it (%(default)s)")
     parser.add_argument("--estimators", nargs="+", default=[], metavar="NAME",
@@ -69,7 +70,7 @@ def parse_args():
                         help="also the traces of every module: by_layer in the results, the largest are printed")
     parser.add_argument("--budget", type=integer(2), metavar="N",
                         help="also the predicted MSE of every G at N = B*G continuations per step")
-    parser.add_argument("--sketch_dim", type=integer(0), default=16,
+    parser.add_argument("--sketch_dim", type=integer(0, 2**20), default=16,
                         help="size of the gradient sketches behind the group-size law, 0 for none (%(default)s)")
     parser.add_argument("--allow_mismatch", action="store_true", help="take a table made under another law")
     parser.add_argument("--from_grams", metavar="DIR", help="recompute from stored Grams alone, without a model")
@@ -82,6 +83,9 @@ def parse_args():
         parser.error(f"{', '.join(without_effect)}: no effect with --from_grams, which takes what made the Grams from "
                      f"{args.from_grams}/run.json; leave out")
     args.K_list = group_sizes(args.K_list)
+    if not args.from_grams and args.M * args.K_list[-1] > MOST_CONTINUATIONS:
+        parser.error(f"--M {args.M} times the largest of --K_list is {args.M * args.K_list[-1]} continuations of each prompt, "
+                     "more than memory can hold; lower one of them")
     args.plot_path = args.plot_path or args.save_json
     try:
         names = ESTIMATORS if args.estimators == ["all"] else args.estimators

@@ -22,6 +22,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from Gradient_evaluation.growing_cache import let_grow
+from Gradient_evaluation.stop_strings import StopStrings, decode_text, stop_token_ids
 from Gradient_evaluation.thin_products import thin_products
 from Gradient_evaluation.vocabulary import TokenLogProb, draw_from_nucleus, inverse_cdf, nucleus
 
@@ -33,7 +34,7 @@ class SamplingLaw:
     """The distribution of a continuation: temperature, then top_k, then top_p, until EOS, stop or the limit.
 
     temperature > 0; top_k = 0 keeps every token; top_p in (0, 1]; max_new_tokens >= 1; ``stop`` are strings
-    whose completion ends the continuation.
+    whose completion ends the continuation; one that is a special token ends it as EOS does.
     """
 
     temperature: float = 1.0
@@ -142,7 +143,7 @@ def sample_continuations(model, tokenizer, prompt_ids: Sequence[int], u: np.ndar
     run once; its cache is copied to every batch. Raises FloatingPointError when a logit is not finite.
     """
     device = model.device
-    eos = eos_token_ids(model, tokenizer)
+    eos = (*eos_token_ids(model, tokenizer), *stop_token_ids(tokenizer, law.stop))
     prompt = torch.tensor([list(prompt_ids)], device=device)
     prefill = model(input_ids=prompt, attention_mask=torch.ones_like(prompt), use_cache=True, logits_to_keep=1)
     prompt_cache = getattr(prefill, "past_key_values", None)
@@ -169,6 +170,7 @@ def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos) -> list[
     # Looking at ``ended`` makes the host wait for a GPU; a few decoded tokens too many cost less.
     check_every = 1 if u.device.type == "cpu" else 4
     finite = torch.ones((), dtype=torch.bool, device=u.device)
+    stops = StopStrings(tokenizer, law.stop, eos, n)
     for position in range(limit):
         step, sound = _draw(logits, u[rows, position], law)
         finite &= sound
@@ -177,7 +179,7 @@ def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos) -> list[
         if position + 1 == limit:
             break
         if (position + 1) % check_every == 0:
-            _mark_stopped(tokenizer, tokens[:, :position + 1], ended, law.stop)
+            stops.look(tokens[:, :position + 1], ended)
             going = ~ended[rows]
             count = int(going.sum())
             if count == 0:
@@ -189,7 +191,8 @@ def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos) -> list[
         logits, cache = _next_logits(model, prompt, tokens[rows, :position + 1], cache)
     if not finite:
         raise FloatingPointError("the model's logits are not finite")
-    return [_continuation(tokenizer, row, eos, law.stop) for row in tokens[:, :position + 1].tolist()]
+    stops.look(tokens[:, :position + 1], ended)
+    return [_continuation(tokenizer, row, eos, stops.found.get(i)) for i, row in enumerate(tokens[:, :position + 1].tolist())]
 
 
 def _next_logits(model, prompt, so_far, cache):
@@ -204,30 +207,11 @@ def _next_logits(model, prompt, so_far, cache):
     return output.logits[:, -1], output.past_key_values
 
 
-def decode_text(tokenizer, tokens: Sequence[int]) -> str:
-    """The text of token ids without special tokens, spaces as they are."""
-    return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def _mark_stopped(tokenizer, tokens, ended, stop: Sequence[str]) -> None:
-    """Set ``ended`` where the text of a row still going contains a stop string."""
-    if not stop:
-        return
-    for row in (~ended).nonzero().squeeze(-1).tolist():
-        text = decode_text(tokenizer, tokens[row].tolist())
-        ended[row] = any(string in text for string in stop)
-
-
-def _continuation(tokenizer, row: list[int], eos: Sequence[int], stop: Sequence[str]) -> Continuation:
-    """Cut a decoded row after its first end-of-sequence token or the token that completes a stop string."""
+def _continuation(tokenizer, row: list[int], eos: Sequence[int], stopped: tuple[int, str] | None) -> Continuation:
+    """Cut a decoded row where a stop string ended it, (tokens, text before it), or after its first end-of-sequence token."""
+    if stopped is not None:
+        length, text = stopped
+        return Continuation(tuple(row[:length]), False, text)
     end = next((i + 1 for i, token in enumerate(row) if token in eos), None)
     tokens = row if end is None else row[:end]
-    text = decode_text(tokenizer, tokens if end is None else tokens[:-1])
-    if not any(string in text for string in stop):
-        return Continuation(tuple(tokens), end is not None, text)
-    for length in range(1, len(tokens) + 1):
-        text = decode_text(tokenizer, tokens[:length])
-        places = [text.find(string) for string in stop if string in text]
-        if places:
-            return Continuation(tuple(tokens[:length]), False, text[:min(places)])
-    raise AssertionError("a stop string of the whole text is in no prefix of it")
+    return Continuation(tuple(tokens), end is not None, decode_text(tokenizer, tokens if end is None else tokens[:-1]))

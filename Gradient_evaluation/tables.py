@@ -185,7 +185,12 @@ def _to_json(value: Any, depth: int = 0) -> Any:
         return value.isoformat() if value == value else None  # NaT is a date that differs from itself
     if isinstance(value, numbers.Integral):
         return int(value)
-    if isinstance(value, (numbers.Real, decimal.Decimal)):
+    if isinstance(value, decimal.Decimal):
+        if not value.is_finite():
+            return None
+        exact = abs(value.adjusted()) < 1000 and value == value.to_integral_value()
+        return int(value) if exact else float(value)  # an integer of more digits than a float has stays itself
+    if isinstance(value, numbers.Real):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(name): _to_json(item, depth + 1) for name, item in value.items()}

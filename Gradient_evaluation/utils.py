@@ -11,16 +11,19 @@ Importing this file loads neither torch nor transformers, so that training worke
 
 from __future__ import annotations
 
+import decimal
 import math
 import numbers
 import re
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from Gradient_evaluation.chat_template import Chat, Messages, plain_fields, render
 from Gradient_evaluation.cli import UserError
-from Gradient_evaluation.integer_answer import LONGEST_INTEGER, check_integer_ground_truth, parse_integer_answer, shorten_repr
+from Gradient_evaluation.integer_answer import (LONGEST_INTEGER, check_integer_ground_truth, closing_braces, final_reply,
+                                                parse_integer_answer, shorten_repr)
 from Gradient_evaluation.math_worker import MATH_WORKER
 
 # ---------------------------------------------------------------------------------------- prompts
@@ -153,8 +156,8 @@ def check_math_ground_truth(value: Any) -> str:
     last ``####``) or a MATH solution (its last balanced ``\boxed{}``).
     Raises UserError for None, a bool, NaN, text such as "n/a", or what Math-Verify cannot parse.
     """
-    usable = isinstance(value, (str, numbers.Real)) and not isinstance(value, bool)
-    if not usable or (not isinstance(value, str) and not math.isfinite(value)):
+    usable = isinstance(value, (str, numbers.Real, decimal.Decimal)) and not isinstance(value, bool)
+    if not usable or (not isinstance(value, str) and value in (math.inf, -math.inf)) or value != value:
         raise UserError(f"the ground_truth {shorten_repr(value)} is not a math answer")
     return _checked_math_answer(str(value))
 
@@ -182,13 +185,7 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"so \boxed{\frac{1}{2}}, not \boxed{2")
     '\\frac{1}{2}'
     """
-    closing: dict[int, int] = {}  # index of "{" -> index of its "}"; a stack, so one pass over the text
-    opened: list[int] = []
-    for match in re.finditer(r"\\[{}]|[{}]", text):
-        if match[0] == "{":
-            opened.append(match.start())
-        elif match[0] == "}" and opened:
-            closing[opened.pop()] = match.start()
+    closing = closing_braces(text)
     for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s{0,8}\{", text))):
         if match.end() - 1 in closing:
             return text[match.end() : closing[match.end() - 1]]
@@ -198,14 +195,51 @@ def last_boxed(text: str) -> str | None:
 def math_reward(text: str, ground_truth: Any) -> float:
     r"""1.0 if Math-Verify extracts from ``text`` an answer equal to ``ground_truth``, else 0.0.
 
-    Extraction and comparison are the library's own (its limits are documented there); a Unicode minus
-    is read as "-". A text on which it fails, or takes longer than its time limit, gets 0.0. Works in any
-    thread: see math_worker.py. Raises UserError as check_math_ground_truth does.
+    A reply that ends inside an unclosed <think> has no answer; after a </think> only what follows counts. Of
+    several boxes the last one counts. Extraction and comparison are the library's own (its limits are documented
+    there), but for three forms it does not know: a Unicode minus is "-", a mixed number such as ``2 2/3`` is one
+    value, and a per cent sign in the box is ignored where the ground truth has none. A text on which the library
+    fails, or takes longer than its time limit, gets 0.0. Works in any thread: see math_worker.py. Raises UserError
+    as check_math_ground_truth does.
 
     >>> math_reward(r"so the answer is \boxed{\frac{2}{4}}.", "0.5")
     1.0
     """
-    return float(MATH_WORKER.ask(text, check_math_ground_truth(ground_truth)))
+    gold = check_math_ground_truth(ground_truth)
+    reply = final_reply(text)
+    if reply is None:
+        return 0.0
+    boxed = last_boxed(reply)
+    answer = _mixed_as_fractions(reply if boxed is None else rf"\boxed{{{boxed}}}")
+    if MATH_WORKER.ask(answer, gold):
+        return 1.0
+    without_percent = None if boxed is None or "%" in gold else re.sub(r"\s*\\?%\s*$", "", boxed)
+    if without_percent in (None, boxed):
+        return 0.0
+    return float(MATH_WORKER.ask(_mixed_as_fractions(rf"\boxed{{{without_percent}}}"), gold))
+
+
+_VULGAR = re.compile(r"(?P<whole>(?<!\d)\d{1,50})? ?(?P<vulgar>[\u00bc-\u00be\u2150-\u215e])")
+_MIXED = re.compile(r"(?<![\w.,/^}])(\d{1,50})(?: |\u00a0|\\ |~)(\d{1,50})/(\d{1,50})(?![\w/])")
+
+
+def _mixed_as_fractions(text: str) -> str:
+    """``2 2/3`` and its kin as 8/3, which Math-Verify reads as one number in plain text and between dollars alike.
+
+    >>> _mixed_as_fractions("so -2 2/3 and 5\u00bd")
+    'so -8/3 and 11/2'
+    """
+
+    def proper(match: re.Match) -> str:
+        whole, top, bottom = map(int, match.groups())
+        return f"{whole * bottom + top}/{bottom}" if top < bottom else match[0]
+
+    def vulgar(match: re.Match) -> str:
+        top, bottom = unicodedata.normalize("NFKC", match["vulgar"]).split("\u2044")
+        space = " " if match["whole"] is None and match[0][0] == " " else ""
+        return f"{space}{int(match['whole'] or 0) * int(bottom) + int(top)}/{bottom}"
+
+    return _MIXED.sub(proper, _VULGAR.sub(vulgar, text))
 
 
 class Reward(NamedTuple):
