@@ -187,7 +187,7 @@ def _is_adapter(model: str) -> bool:
 
 def _base_of(adapter: str) -> str:
     try:
-        return json.loads((Path(adapter) / "adapter_config.json").read_text())["base_model_name_or_path"]
+        return json.loads((Path(adapter) / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"--model {adapter}: its adapter_config.json names no base_model_name_or_path") from None
 
