@@ -5,9 +5,10 @@ continuation. So one ``SamplingLaw`` serves both sides here: ``sample_continuati
 ``log_probs`` evaluates it. Nothing is read from the checkpoint's generation_config but its end-of-sequence
 ids; a hidden top_k, repetition_penalty or temperature there changes nothing.
 
-Random numbers are counter-based (``uniforms``): continuation number i of a prompt is the same whatever the
-batch size, the order of prompts, or how often the run was stopped. Half-precision models promise less: their
-logits move with the batch shape, so a draw next to a boundary can fall on the other side.
+Random numbers are counter-based (``uniforms``): continuation number i of a prompt does not depend on the order of
+prompts or on how often the run was stopped. Nor does it depend on the batch size, but for rounding: logits move with
+the shape of the batch and with the processor (by about 1e-7 in float32, 1e-2 in half precision), and a draw that lies so
+near to the boundary between two tokens can fall on the other side.
 """
 
 from __future__ import annotations
