@@ -177,6 +177,13 @@ class ScoreGram:
         with checkpointed_layers(self.model, self.gradient_checkpointing):
             return self.model(input_ids=inputs, **settings).logits, targets
 
+    @torch.no_grad()
+    def logits(self, prompt_ids, continuations) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of the scoring pass (B, longest, vocabulary) and the tokens they are to predict (B, longest)."""
+        size, longest = len(continuations), max(len(c.tokens) for c in continuations)
+        with shared_prompt(self.model, size, len(prompt_ids) + longest - 1, len(prompt_ids)):
+            return self._logits(prompt_ids, continuations)
+
     # -- the Gram ----------------------------------------------------------------------------------------
 
     def _grams(self, prompt_ids, continuations, weights=None):

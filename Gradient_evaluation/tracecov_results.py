@@ -181,6 +181,11 @@ def report(results: dict) -> str:
     ratio = "not computed" if check["ratio"] is None else f"{check['ratio']:.1e}{error}"
     lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (within two standard errors of 0 when the scores are "
                  "those of the law that was sampled)")
+    if check.get("warning"):
+        lines.append(f"warning: {check['warning']}")
+    if compared := results.get("checks", {}).get("sampler_check"):
+        lines.append(f"sampler and scoring pass: log pi of {compared['tokens']} tokens differs by {compared['median_difference']:.1e}"
+                     f" in the median, {compared['largest_difference']:.1e} at most (tolerance {compared['tolerance']:.1e})")
     shown = [f"{name} answers " + ("not computed" if norms[name]["mean"] is None else f"{norms[name]['mean']:.4g}")
              for name in ("right", "wrong")]
     lines.append(f"squared score norm E||g||^2: {', '.join(shown)}; squared gradient norm ||theta||^2 = "
