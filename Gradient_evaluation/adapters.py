@@ -29,7 +29,7 @@ def base_of(adapter: str) -> tuple[str, str | None]:
     Raises UserError when the adapter's config names none, or a folder that is not here.
     """
     try:
-        config = json.loads((Path(adapter) / "adapter_config.json").read_text())
+        config = json.loads((Path(adapter) / "adapter_config.json").read_text(encoding="utf-8"))
         named, revision = config["base_model_name_or_path"], config.get("revision")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         named, revision = None, None

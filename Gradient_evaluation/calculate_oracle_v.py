@@ -53,9 +53,14 @@ from Gradient_evaluation.progress import Progress  # noqa: E402
 from Gradient_evaluation.run_files import (check_fingerprint, check_same_weights, continue_table, finite_at,  # noqa: E402
                                            left_rows, only_writer, output_folder, part_of, remove_table, saved_on_interrupt,
                                            write_table)
+from Gradient_evaluation.sampler_check import check_sampler  # noqa: E402
 from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
+from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
 from Gradient_evaluation.tables import GRADED, ZERO_ONE, Row, check_ground_truths, load_dataset_rows, rewards_of  # noqa: E402
 from Gradient_evaluation.utils import REWARDS  # noqa: E402
+
+
+CHECKED = 16  # continuations whose log-probs are compared with those of a forward pass
 
 
 class Plan(NamedTuple):
@@ -120,6 +125,18 @@ def oracle_columns(rewards: np.ndarray, zero_one: bool) -> dict:
             "V_standard_error": error, "V_standard_error_kind": kind, "reward_values": ZERO_ONE if zero_one else GRADED}
 
 
+def check_law(model, tokenizer, prompt_ids, row, args, batch: Batch) -> None:
+    """Raise UserError where the sampler's law is not that of the model's forward pass (sampler_check.py)."""
+    u = uniforms(args.seed, "audit", row.prompt_id, 0, min(CHECKED, args.n_oracle), args.max_new_tokens)
+    gram = ScoreGram(model, law_of(args))
+
+    def check(size: int) -> None:
+        drawn = sample_continuations(model, tokenizer, prompt_ids, u[:size], law_of(args), size)
+        check_sampler(gram, prompt_ids, drawn, row.where)
+
+    finite_at(row, Batch(batch.flag, min(batch.size, len(u)), least=1).run, check, row.where)
+
+
 def begin(plan: Plan, args, fingerprints: list[str]) -> None:
     """The checks that need the model's weights, by the first process, before anything is measured or removed."""
     check_same_weights(fingerprints)
@@ -142,6 +159,8 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> N
     batch = Batch("--batch_size", args.batch_size, least=1)
     with (limited_memory(args.max_memory, processes.device),
           Progress(len(plan.rows), len(plan.finished), "V", args.quiet, processes) as progress):
+        if processes.is_first and plan.todo and not plan.finished:
+            check_law(model, tokenizer, plan.todo[0][1], plan.todo[0][0], args, batch)
         for row, prompt_ids in processes.share(plan.todo):
             measured = measure(model, tokenizer, prompt_ids, row, args, batch)
             append_row(path, {**row.columns, **measured, **plan.record, **weights})

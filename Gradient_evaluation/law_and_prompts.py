@@ -10,7 +10,7 @@ from pathlib import Path
 
 from Gradient_evaluation.chat_template import FLAG, Chat, chat_of
 from Gradient_evaluation.cli import UserError
-from Gradient_evaluation.models import check_prompt_length, model_label, model_limits
+from Gradient_evaluation.models import check_prompt_length, crosses_rope_length, model_label, model_limits
 from Gradient_evaluation.run_files import at_row
 from Gradient_evaluation.sampling import SamplingLaw
 from Gradient_evaluation.stop_strings import check_stop_strings
@@ -62,7 +62,7 @@ def tokenised(rows: Sequence[Row], args: argparse.Namespace, tokenizer,
     check_stop_strings(tokenizer, args.stop)
     if chat.kwargs and all(isinstance(row.prompt, str) for row in rows):
         raise UserError(f"{FLAG}: every prompt is a string, which no template renders; leave it out, or give messages")
-    context, vocabulary = model_limits(args.model, args.revision, args.trust_remote_code)
+    context, vocabulary, rope = model_limits(args.model, args.revision, args.trust_remote_code)
     kept, prompts = [], []
     for row in rows:
         prompt_ids = at_row(row, format_prompt, tokenizer, row.prompt, row.tools, chat)
@@ -73,6 +73,10 @@ def tokenised(rows: Sequence[Row], args: argparse.Namespace, tokenizer,
             at_row(row, check_prompt_length, context, prompt_ids, args.max_new_tokens)
         elif context is not None and len(prompt_ids) + args.max_new_tokens > context:
             continue
+        if crosses_rope_length(rope, len(prompt_ids), args.max_new_tokens):
+            raise UserError(f"{row.where}: this prompt of {len(prompt_ids)} tokens and --max_new_tokens {args.max_new_tokens} "
+                            f"cross {rope} tokens, where the model's LongRoPE changes its factors, so that what is sampled is "
+                            "not what is scored; lower --max_new_tokens, or shorten it")
         kept.append(row)
         prompts.append(prompt_ids)
     if not kept:

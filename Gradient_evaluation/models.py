@@ -96,8 +96,8 @@ def load_tokenizer(model: str, revision: str | None, trust_remote_code: bool = F
             raise UserError(f"--model {model}: cannot load its tokenizer ({_reason(error)})") from None
 
 
-def model_limits(model: str, revision: str | None, trust_remote_code: bool = False) -> tuple[int | None, int | None]:
-    """(positions, vocabulary) of the model, from its config alone; None where it names none.
+def model_limits(model: str, revision: str | None, trust_remote_code: bool = False) -> tuple[int | None, ...]:
+    """(positions, vocabulary, ``rope_length``) of the model, from its config alone; None where it names none.
 
     Raises UserError if it has no config, or one of an encoder-decoder.
     """
@@ -111,7 +111,7 @@ def model_limits(model: str, revision: str | None, trust_remote_code: bool = Fal
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(f"--model {model}: an encoder-decoder; give a causal language model")
     text = config.get_text_config(decoder=True)
-    return getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None)
+    return getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None), rope_length(config)
 
 
 def load_model(model: str, revision: str | None, device: torch.device, dtype: torch.dtype,
@@ -263,6 +263,25 @@ def weights_digest(model: str, revision: str | None = None) -> str:
                 file.seek(place * size // 64)
                 digest.update(file.read(1024))
     return digest.hexdigest()[:16]
+
+
+def rope_length(config) -> int | None:
+    """Up to how many tokens the model's RoPE keeps its first factors; None where they depend on no length.
+
+    LongRoPE rotates a whole sequence with other factors as soon as it is longer than the original context.
+    """
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    by_layer = [each for each in rope.values() if isinstance(each, dict)] or [rope]
+    lengths = [each.get("original_max_position_embeddings") for each in by_layer if each.get("rope_type") == "longrope"]
+    return min((length for length in lengths if length), default=None)
+
+
+def crosses_rope_length(length: int | None, prompt_length: int, max_new_tokens: int) -> bool:
+    """Whether a continuation may begin under one RoPE factor and be scored under another. length: see ``rope_length``.
+
+    The last token is never read. A prompt beyond the length is decoded and scored with the long factors throughout.
+    """
+    return length is not None and prompt_length <= length < prompt_length + max_new_tokens - 1
 
 
 def check_prompt_length(context: int | None, prompt_ids: list[int], max_new_tokens: int) -> None:

@@ -12,6 +12,7 @@ from Gradient_evaluation.gram_store import GramRecord
 from Gradient_evaluation.law_and_prompts import law_of
 from Gradient_evaluation.layer_traces import layer_moments
 from Gradient_evaluation.memory import Batch
+from Gradient_evaluation.sampler_check import check_sampler
 from Gradient_evaluation.sampling import Continuation, sample_continuations, uniforms
 from Gradient_evaluation.score_gram import ScoreGram
 from Gradient_evaluation.sketch_weights import sketch_weights, sketched_names
@@ -56,6 +57,12 @@ class Measurement:
         drawn = self._sample("audit", row, prompt_ids, count)
         batch = Batch("self-audit", count, least=1)
         return batch.run(lambda size: self.gram.audit(prompt_ids, drawn[:size]), row.where)
+
+    def check_sampler(self, row: Row, prompt_ids: list[int]) -> dict:
+        """sampler_check.check_sampler on one block of continuations of this prompt that are used for nothing else."""
+        drawn = self._sample("audit", row, prompt_ids, min(self.block.size, self.args.M * self.args.K_list[-1]))
+        batch = Batch("sampler check", len(drawn), least=1)
+        return batch.run(lambda size: check_sampler(self.gram, prompt_ids, drawn[:size], row.where), row.where)
 
     def measure(self, row: Row, prompt_ids: list[int], place: int) -> GramRecord:
         """The record of one prompt, ``place`` its index in the oracle table. FloatingPointError: not finite."""

@@ -218,7 +218,7 @@ def note_older_choice(grams: Path, found: dict, chosen: list[tuple[int, Row, lis
 
 def is_measured(plan: Plan, args) -> bool:
     """Whether an earlier run has left every Gram and its checks, made with the weights that are there now."""
-    if plan.todo or "self_audit" not in read_checks(plan.grams) or not (plan.grams / IDENTITY).exists():
+    if plan.todo or not {"self_audit", "sampler_check"} <= set(read_checks(plan.grams)) or not (plan.grams / IDENTITY).exists():
         return False
     return read_identity(plan.grams / IDENTITY).get("weights_digest") == weights_digest(args.model, args.revision)
 
@@ -253,6 +253,8 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> N
           Progress(len(plan.chosen), done, "reward", args.quiet, processes) as progress):
         if processes.is_first:
             _, row, prompt_ids = plan.chosen[0]
+            if "sampler_check" not in checks:  # a law does not change while a run is continued
+                checks["sampler_check"] = finite_at(row, measurement.check_sampler, row, prompt_ids)
             checks["self_audit"] = finite_at(row, measurement.audit, row, prompt_ids)
             write_json(plan.grams / CHECKS, checks)
         order = {row.prompt_id: position for position, (_, row, _) in enumerate(plan.chosen)}

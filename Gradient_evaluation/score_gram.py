@@ -13,7 +13,6 @@ compares, parameter by parameter, with one ordinary backward.
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from Gradient_evaluation.gradient_sketch import GradientSketch
 from Gradient_evaluation.gram_capture import GramCapture, leading_with_batch
 from Gradient_evaluation.prompt_activations import prompt_kept_once
 from Gradient_evaluation.prompt_sharing import shared_prompt
-from Gradient_evaluation.sampling import Continuation, SamplingLaw, log_probs
+from Gradient_evaluation.sampling import Continuation, SamplingLaw, log_probs, padding_position, position_ids, takes_positions
 from Gradient_evaluation.self_audit import requires_grad
 
 
@@ -64,6 +63,7 @@ class ScoreGram:
                  params: str | None = None, sketch_dim: int = 0, sketch_seed: int = 0,
                  gradient_checkpointing: bool = False, gram_dtype: str = "float32"):
         self.model = model.eval()
+        self.sampled_law = law
         self.law = law if scoring == "exact" else SamplingLaw()
         self.score_eos = scoring == "exact"
         self.budget = budget
@@ -81,7 +81,7 @@ class ScoreGram:
         self.names = {id(p): name for name, p in chosen.items()}
         self.parameters = {id(p): p for p in chosen.values()}
         self.modules = sorted({_module_of(name) for name in chosen}, key=_natural_order)
-        self.takes_positions = "position_ids" in inspect.signature(_innermost(model).forward).parameters
+        self.takes_positions, self.padding_position = takes_positions(model), padding_position(model)
         self.sketch = None
         if sketch_dim:
             named = {key: (self.names[key], p) for key, p in self.parameters.items()}
@@ -128,21 +128,34 @@ class ScoreGram:
     def _log_probs(self, prompt_ids, continuations) -> torch.Tensor:
         """log pi(Y_i | x) (B,), with its graph. Rows are padded on the right and masked by position."""
         device = self.model.device
+        logits, targets = self._logits(prompt_ids, continuations)
+        scored = torch.zeros(targets.shape, dtype=torch.bool)
+        for row, continuation in enumerate(continuations):
+            scored[row, :self._scored_length(continuation)] = True
+        return log_probs(logits, targets, self.law).masked_fill(~scored.to(device), 0.0).sum(dim=1)
+
+    def _logits(self, prompt_ids, continuations) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits (B, longest, vocabulary), the tokens they are to predict (B, longest), padded with 0)."""
+        device = self.model.device
         longest = max(len(c.tokens) for c in continuations)
         targets = torch.zeros(len(continuations), longest, dtype=torch.int64)
-        scored = torch.zeros(len(continuations), longest, dtype=torch.bool)
         for row, continuation in enumerate(continuations):
             targets[row, :len(continuation.tokens)] = torch.tensor(continuation.tokens)
-            scored[row, :self._scored_length(continuation)] = True
-        targets, scored = targets.to(device), scored.to(device)
+        targets = targets.to(device)
         prompt = torch.tensor([list(prompt_ids)], device=device).expand(len(continuations), -1)
         inputs = torch.cat([prompt, targets[:, :-1]], dim=1)
         settings = {"use_cache": False, "logits_to_keep": longest, "attention_mask": torch.ones_like(inputs)}
         if self.takes_positions:  # one row each, so that learned positions keep a gradient per sample
-            settings["position_ids"] = torch.arange(inputs.shape[1], device=device).expand_as(inputs)
+            settings["position_ids"] = position_ids(self.padding_position, inputs)
         with checkpointed_layers(self.model, self.gradient_checkpointing):
-            logits = self.model(input_ids=inputs, **settings).logits
-        return log_probs(logits, targets, self.law).masked_fill(~scored, 0.0).sum(dim=1)
+            return self.model(input_ids=inputs, **settings).logits, targets
+
+    @torch.no_grad()
+    def logits(self, prompt_ids, continuations) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of the scoring pass (B, longest, vocabulary) and the tokens they are to predict (B, longest)."""
+        size, longest = len(continuations), max(len(c.tokens) for c in continuations)
+        with shared_prompt(self.model, size, len(prompt_ids) + longest - 1, len(prompt_ids)):
+            return self._logits(prompt_ids, continuations)
 
     # -- the Gram ----------------------------------------------------------------------------------------
 
@@ -234,11 +247,6 @@ def _module_of(parameter: str) -> str:
 def _natural_order(name: str) -> list:
     """layers.2 before layers.10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
-def _innermost(model: nn.Module) -> nn.Module:
-    """The model under a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _slices(sizes: list[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:

@@ -208,6 +208,11 @@ def report(results: dict) -> str:
     ratio = "not computed" if check["ratio"] is None else f"{check['ratio']:.1e}{error}"
     lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (within two standard errors of 0 when the scores are "
                  "those of the law that was sampled)")
+    if check.get("warning"):
+        lines.append(f"warning: {check['warning']}")
+    if compared := results.get("checks", {}).get("sampler_check"):
+        lines.append(f"sampler and scoring pass: log pi of {compared['tokens']} tokens differs by {compared['median_difference']:.1e}"
+                     f" in the median, {compared['largest_difference']:.1e} at most (tolerance {compared['tolerance']:.1e})")
     split = "above V" not in norms.get("split", "")
     kinds = {"right": "right answers", "wrong": "wrong answers"} if split else {
         "right": "rewards above V(x)", "wrong": "rewards not above V(x)"}

@@ -10,7 +10,7 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 from Gradient_evaluation import thin_products, vocabulary
 from Gradient_evaluation.growing_cache import GrowingLayer, let_grow
 from Gradient_evaluation.replaced_forward import replaced_forward
-from Gradient_evaluation.sampling import (SamplingLaw, eos_token_ids, kept_tokens, log_probs, sample_continuations,
+from Gradient_evaluation.sampling import (SamplingLaw, _draw, eos_token_ids, kept_tokens, log_probs, sample_continuations,
                                           uniforms)
 
 PROMPT = [1, 3, 2]
@@ -193,7 +193,7 @@ def test_a_draw_is_the_first_token_whose_cumulated_probability_exceeds_u(monkeyp
     logits[1, 1:] = -torch.inf
     u = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u[0], u[1], u[2], u[3] = 0.0, 1 - 2.0**-53, 1 - 2.0**-53, 0.0
-    drawn, sound = vocabulary.inverse_cdf(logits, u)
+    drawn, _, _, sound = vocabulary.inverse_cdf(logits, u)
     cdf = logits.softmax(-1).cumsum(-1)
     assert sound and (drawn == (cdf <= u.unsqueeze(1) * cdf[:, -1:]).sum(-1).clamp(max=29))[4:].all()
     assert (logits[torch.arange(500), drawn] > -torch.inf).all() and drawn[0] == 0 and drawn[1] == 0
@@ -208,7 +208,7 @@ def test_a_draw_among_the_likeliest_tokens_is_the_draw_from_the_whole_nucleus(mo
     u = torch.rand(900, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u[:300:2], u[1:300:2] = 0.0, 1 - 2.0**-53
     monkeypatch.setattr(vocabulary, "FIRST", first)
-    drawn, sound = vocabulary.draw_from_nucleus(logits, u, top_p)
+    drawn, _, _, sound = vocabulary.draw_from_nucleus(logits, u, top_p)
     kept = vocabulary._nucleus_by_sort(logits, top_p)
     assert sound and (drawn == vocabulary.inverse_cdf(logits.masked_fill(~kept, -torch.inf), u)[0]).all()
 
@@ -216,9 +216,9 @@ def test_a_draw_among_the_likeliest_tokens_is_the_draw_from_the_whole_nucleus(mo
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_nucleus_of_logits_that_are_not_sound_is_noticed(bad):
     logits, u = torch.randn(3, 600), torch.full((3,), 0.5, dtype=torch.float64)
-    assert vocabulary.draw_from_nucleus(logits, u, 0.9)[1]
+    assert vocabulary.draw_from_nucleus(logits, u, 0.9).sound
     logits[1] = bad
-    drawn, sound = vocabulary.draw_from_nucleus(logits, u, 0.9)
+    drawn, _, _, sound = vocabulary.draw_from_nucleus(logits, u, 0.9)
     assert not sound and ((0 <= drawn) & (drawn < 600)).all()
 
 
@@ -254,7 +254,7 @@ def test_no_rounding_draws_a_token_of_probability_zero():
     logits = torch.randn(2000, 700, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[:, :3] = logits[:, 250:260] = logits[:, 500:] = -torch.inf
     for u in (0.0, 1 - 2.0**-53):
-        drawn, _ = vocabulary.inverse_cdf(logits, torch.full((2000,), u, dtype=torch.float64))
+        drawn, *_ = vocabulary.inverse_cdf(logits, torch.full((2000,), u, dtype=torch.float64))
         assert (logits.gather(1, drawn.unsqueeze(1)) > -torch.inf).all()
 
 
@@ -262,9 +262,9 @@ def test_no_rounding_draws_a_token_of_probability_zero():
 def test_logits_that_are_not_sound_are_noticed_and_minus_infinity_is(bad):
     logits, u = torch.zeros(3, 600), torch.full((3,), 0.5, dtype=torch.float64)
     logits[1, 7] = -torch.inf
-    assert vocabulary.inverse_cdf(logits, u)[1]
+    assert vocabulary.inverse_cdf(logits, u).sound
     logits[2, 300] = bad
-    drawn, sound = vocabulary.inverse_cdf(logits, u)
+    drawn, _, _, sound = vocabulary.inverse_cdf(logits, u)
     assert not sound and (drawn < 600).all()
 
 
@@ -341,3 +341,28 @@ def test_logits_that_are_not_finite_stop_the_run():
         model.get_input_embeddings().weight[2].fill_(torch.nan)
     with pytest.raises(FloatingPointError):
         draw(model, SamplingLaw(max_new_tokens=3), 4)
+
+
+@pytest.mark.parametrize("vocabulary_size", [30, 600])  # one looks at the likeliest tokens first, the other sorts
+@pytest.mark.parametrize("law", [SamplingLaw(), SamplingLaw(temperature=0.7), SamplingLaw(top_p=0.9), SamplingLaw(top_k=9),
+                                 SamplingLaw(temperature=1.3, top_k=20, top_p=0.8)], ids=str)
+def test_a_draw_knows_the_log_prob_of_its_token_and_the_share_that_the_law_left(law, vocabulary_size):
+    logits = torch.randn(400, vocabulary_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[:200] *= 4
+    logits[100:300] = logits[100:300].round()  # ties, at the edge too
+    u = torch.rand(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    drawn = _draw(logits, u, law)
+    whole = (logits / law.temperature).log_softmax(-1).gather(1, drawn.tokens.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(drawn.log_probs, log_probs(logits, drawn.tokens, law))
+    torch.testing.assert_close(drawn.log_probs + drawn.log_kept, whole)
+
+
+def test_continuations_keep_a_log_prob_for_each_of_their_tokens_also_when_cut_or_compacted():
+    model = enumerable_policy()
+    for law in (SamplingLaw(max_new_tokens=6), SamplingLaw(max_new_tokens=6, top_p=0.9, stop=("13", "2-"))):
+        drawn = draw(model, law, 200)
+        assert len({len(c.tokens) for c in drawn}) > 3  # rows left the batch at different times
+        for c in drawn:
+            logits = model(input_ids=torch.tensor([[*PROMPT, *c.tokens]])).logits[0, len(PROMPT) - 1:-1]
+            expected = log_probs(logits, torch.tensor(c.tokens), law).detach().numpy()
+            np.testing.assert_allclose(c.log_probs, expected, atol=1e-12)
