@@ -56,16 +56,17 @@ def test_the_warning_needs_more_on_few_prompts_and_comes_on_the_positive_side_on
     assert _on_policy_warning(50.0, 4) is None and _on_policy_warning(None, 40) is None
 
 
-def test_published_scoring_is_warned_of_where_results_are_printed(policy, tmp_path, capsys):  # noqa: F811
+def test_a_warning_in_the_results_is_printed_and_exact_scoring_gives_none(policy, tmp_path, capsys):  # noqa: F811
     prompts = ["".join(p) for length in (1, 2, 3) for p in itertools.product("123", repeat=length)]
     rows = [{"prompt": p, "ground_truth": 3, "V_oracle": 0.5, "n_oracle": 10} for p in prompts]
     given = tmp_path / "table.jsonl"
     given.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for scoring, warned in (("exact", False), ("published", True)):
+    for scoring in ("exact", "published"):
         code, out, _ = tracecov(policy, given, tmp_path / scoring, "--K_list", 8, "--M", 8, "--scoring", scoring,
                                 "--allow_mismatch", capsys=capsys)
         check = read(tmp_path / scoring / "tracecov_four tokens.json")["on_policy_check"]
-        assert code == 0 and ("warning: the mean of the scores is not 0" in out) == warned == bool(check["warning"])
+        assert code == 0 and ("warning: the mean of the scores is not 0" in out) == bool(check["warning"])
+        assert scoring == "published" or check["warning"] is None
 
 
 def test_a_longrope_prompt_that_crosses_the_original_length_is_refused_before_the_model_loads(tmp_path, capsys):
