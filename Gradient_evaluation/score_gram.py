@@ -154,8 +154,16 @@ class ScoreGram:
     def logits(self, prompt_ids, continuations) -> tuple[torch.Tensor, torch.Tensor]:
         """The logits of the scoring pass (B, longest, vocabulary) and the tokens they are to predict (B, longest)."""
         size, longest = len(continuations), max(len(c.tokens) for c in continuations)
-        with shared_prompt(self.model, size, len(prompt_ids) + longest - 1, len(prompt_ids)):
+        leading = self._leading_modules(prompt_ids, continuations)
+        with shared_prompt(leading, size, len(prompt_ids) + longest - 1, len(prompt_ids)):
             return self._logits(prompt_ids, continuations)
+
+    def _leading_modules(self, prompt_ids, continuations) -> set[nn.Module]:
+        """The modules whose tensors lead with the batch, found once."""
+        if self._leading is None:
+            self._leading = leading_with_batch(
+                self.model, lambda rows: self._log_probs(prompt_ids, list(continuations[:1]) * rows))
+        return self._leading
 
     # -- the Gram ----------------------------------------------------------------------------------------
 
@@ -164,15 +172,13 @@ class ScoreGram:
         sketch = None if weights is None else self.sketch
         if sketch is not None:
             weights = torch.as_tensor(weights, dtype=torch.float64, device=self.model.device)
-        if self._leading is None:
-            self._leading = leading_with_batch(
-                self.model, lambda rows: self._log_probs(prompt_ids, list(continuations[:1]) * rows))
+        leading = self._leading_modules(prompt_ids, continuations)
         longest = max(len(c.tokens) for c in continuations)
         size, prompt = len(continuations), len(prompt_ids)
         capture = GramCapture(self.model, self.parameters, size, prompt, longest, self.budget, sketch, weights,
-                              self.gram_dtype, self._leading)
+                              self.gram_dtype, leading)
         length = prompt + longest - 1
-        with capture, shared_prompt(self._leading, size, length, prompt), torch.enable_grad():
+        with capture, shared_prompt(leading, size, length, prompt), torch.enable_grad():
             with prompt_kept_once(size, length, prompt):
                 values = self._log_probs(prompt_ids, continuations)
             if values.requires_grad:
