@@ -292,7 +292,10 @@ def _on_policy_check(prompts: PromptMoments, reasons: dict) -> dict:
     for name, value in (("standard_error", error), ("z", z)):
         if value is None:
             reasons[f"on_policy_check.{name}"] = "needs at least two prompts that differ, and scores that are not 0"
-    return {**check, "ratio": ratio, "standard_error": error, "z": z, "warning": _on_policy_warning(z, len(prompts))}
+    warning = _on_policy_warning(z, len(prompts))
+    if warning is None:
+        reasons["on_policy_check.warning"] = "nothing to warn of: correct scores give such a z"
+    return {**check, "ratio": ratio, "standard_error": error, "z": z, "warning": warning}
 
 
 FEWEST_FOR_WARNING = 5  # prompts; of fewer no z says anything

@@ -25,12 +25,12 @@ def pytest_report_header():
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory):
-    """A folder that a run of both scripts on the shipped tiny model has written: six prompts, K = 2, 4, 8."""
+    """A folder that a run of both scripts on the shipped tiny model has written: twelve prompts, K = 2, 4, 8."""
     from data.make_arithmetic import make_problems, write_jsonl
     from Gradient_evaluation import calculate_oracle_v, cli, run_tracecov
 
     folder = tmp_path_factory.mktemp("a small run")
-    write_jsonl(make_problems(6, seed=0), folder / "problems.jsonl")
+    write_jsonl(make_problems(12, seed=0), folder / "problems.jsonl")
     model = Path(__file__).resolve().parents[1] / "data" / "tiny_model"
     law = ["--model", model, "--max_new_tokens", 8, "--device", "cpu", "--dtype", "float32"]
     for script, flags in (

@@ -161,7 +161,7 @@ def exact_prompts(policies, group_sizes=()) -> PromptMoments:
         oracle_value=value, greedy_reward=np.full(len(policies), GREEDY), mean_reward=value, coefficients=coefficients,
         best_trace=best_trace, pairs=PairMoments(*pairs.T), pairs_by_length=PairMoments(*by_length.T), mixture=mixture,
         groups=groups, score_mean_sq=unused, score_norm_sq=unused, outcome_share=unused, n_outcomes=unused,
-        n_blocks=unused, outcomes=[ExactOutcomes(policy) for policy in policies],
+        n_blocks=unused, theta_sq_noise=unused, outcomes=[ExactOutcomes(policy) for policy in policies],
     )  # fmt: skip
 
 

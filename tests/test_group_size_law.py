@@ -391,7 +391,7 @@ def test_rewards_that_never_differ_have_no_best_group_size_and_say_why():
     moments = pair_moments(grams @ grams.swapaxes(1, 2), rewards)
     theta_sq = moments.disjoint
     law = group_size_law(theta_sq, moments.shared_member - theta_sq, moments.same_pair - theta_sq, np.zeros((6, 4)),
-                         np.full(6, 0.1), n_bootstrap=50)  # fmt: skip
+                         n_bootstrap=50)  # fmt: skip
     for name in (*ANSWERS, "almost_best", "more_prompts", "gradient_noise_scale"):
         assert law[name] is None and law["reasons"][name].startswith("no reward ever differed"), name
     assert law["relative_mse"]["value"] is None and "no reward ever differed" in law["reasons"]["relative_mse"]

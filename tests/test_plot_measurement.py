@@ -70,7 +70,7 @@ def test_the_bars_of_hard_middle_and_easy_prompts_add_up_to_the_mean(measured):
         total = sum(bar.get_height() for bar in container)
         assert total == pytest.approx(measured.results["conditional_on_x"][name][place])
     counts = [int(text.get_text().split("n = ")[1]) for text in ax.get_xticklabels()]
-    assert sum(counts) == 6
+    assert sum(counts) == 12
 
 
 def test_difficulty_has_its_bounds_where_the_labels_say():
@@ -141,9 +141,9 @@ def test_prompts_are_marked_by_whether_grpo_is_noisier_than_vanilla_and_ties_are
     gaps = [row["trace_cov"]["grpo"] - row["trace_cov"]["naive"] for row in rows]
     shown = lines(plot_best_baselines(measured, 4)[1])
     counts = [sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps), sum(gap == 0 for gap in gaps)]
-    assert counts[2] > 0 and sum(counts) == 6  # prompts without any reward: both traces are 0
+    assert counts[2] > 0 and sum(counts) == 12  # prompts without any reward: both traces are 0
     for count, text in zip(counts, ("noisier than", "less noisy than", "as noisy as")):
-        assert len(starting(shown, f"GRPO {text} vanilla ({count} of 6)")[0]) == count
+        assert len(starting(shown, f"GRPO {text} vanilla ({count} of 12)")[0]) == count
     assert not starting(shown, "GRPO as noisy as")[1].any()  # b* of no reward is 0
 
 
@@ -200,7 +200,7 @@ def test_all_estimators_are_compared_although_the_results_have_the_default_ones(
         assert places[place] == pytest.approx(known[text.get_text()] / unit)
     told = [line.split(": ", 1) for line in missing(measured, quantity)]
     assert {name for names, _ in told for name in names.split(", ")} == set(map(name_of, expected)) - set(known)
-    assert ["greedy", "no greedy continuation was sampled; measure with --estimators greedy (6 of 6 prompts)"] in told
+    assert ["greedy", "no greedy continuation was sampled; measure with --estimators greedy (12 of 12 prompts)"] in told
 
 
 def test_groups_that_are_thrown_away_are_paid_for_in_the_comparison(measured):
@@ -244,7 +244,7 @@ def test_the_grams_of_a_recomputed_run_are_those_it_was_computed_from(path, smal
     results["config"]["from_grams"] = str(small_run / "grams")
     elsewhere = tmp_path / "tracecov_any_K.json"
     elsewhere.write_text(json.dumps(results))
-    assert len(load_measurement(elsewhere, compare_at=2).moments) == 6
+    assert len(load_measurement(elsewhere, compare_at=2).moments) == 12
 
 
 def test_a_wrong_folder_of_grams_is_one_line(path, tmp_path):
@@ -255,12 +255,12 @@ def test_a_wrong_folder_of_grams_is_one_line(path, tmp_path):
 
 
 def test_results_without_oracle_values_say_so(measured):
-    bare = replace(measured, grams=replace(measured.grams, oracle_value="no oracle value V(x) (6 of 6 prompts)"))
+    bare = replace(measured, grams=replace(measured.grams, oracle_value="no oracle value V(x) (12 of 12 prompts)"))
     for draw in (plot_prompt_traces, plot_variance_shares, plot_best_baselines):
         with pytest.raises(UserError, match="no oracle value"):
             draw(bare, 4)
     _, ax = plot_any_group_size(bare)
-    assert notes(ax) == "oracle V(x) not computed: no oracle value V(x) (6 of 6 prompts)"
+    assert notes(ax) == "oracle V(x) not computed: no oracle value V(x) (12 of 12 prompts)"
     assert {"vanilla", "GRPO"} < set(lines(ax)) and "oracle V(x)" not in lines(ax)
 
 

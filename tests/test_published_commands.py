@@ -16,6 +16,7 @@ from test_scripts import (PROMPTS, call, detailed_rows, one_line_error, policy, 
 from tiny_models import tiny_tokenizer
 
 from data.make_arithmetic import make_problems
+from Gradient_evaluation.chat_template import Chat
 from Gradient_evaluation import calculate_oracle_v, run_tracecov
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.tables import load_oracle_table
@@ -118,7 +119,7 @@ def test_prompts_are_taken_in_the_drawn_order_and_more_of_them_keep_the_grams(po
     flags = ("--K_list", 4, "--M", 1, "--seed", 3)
     args = parsed(run_tracecov, monkeypatch, "--model", str(policy), "--oracle_table", "t", "--save_json", "s", "--seed", "3",
                   "--T", "4", "--max_new_tokens", "2")
-    taken, _ = run_tracecov.choose_rows(load_oracle_table(table), args, tiny_tokenizer(("<eos>", "1", "2", "3")))
+    taken, _ = run_tracecov.choose_rows(load_oracle_table(table), args, tiny_tokenizer(("<eos>", "1", "2", "3")), Chat())
     assert [row.prompt for _, row, _ in taken] == published_choice(PROMPTS, 3, 4)
     assert [index for index, _, _ in taken] == [PROMPTS.index(row.prompt) for _, row, _ in taken]
     assert tracecov(policy, table, tmp_path, *flags, "--T", 2)[0] == 0
