@@ -79,8 +79,11 @@ def one_line_while_importing() -> None:
     sys.excepthook = in_one_line
 
 
-def integer(minimum: int) -> Callable[[str], int]:
-    """An argparse type: an integer of at least ``minimum``."""
+MOST_CONTINUATIONS = 10**8  # of one prompt: more than any memory holds, and far below what overflows
+
+
+def integer(minimum: int, maximum: int = 2**63 - 1) -> Callable[[str], int]:
+    """An argparse type: an integer of at least ``minimum`` and at most ``maximum`` (that of 64 bits)."""
 
     def convert(text: str) -> int:
         try:
@@ -89,6 +92,8 @@ def integer(minimum: int) -> Callable[[str], int]:
             raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
         if value < minimum:
             raise argparse.ArgumentTypeError(f"must be at least {minimum}, got {value}")
+        if value > maximum:
+            raise argparse.ArgumentTypeError(f"must be at most {maximum}, got {value}")
         return value
 
     return convert
@@ -116,7 +121,7 @@ def group_sizes(values: Sequence[str]) -> list[int]:
 
     A group of one has no leave-one-out baseline, so K = 1 is refused by name.
     """
-    convert = integer(2)
+    convert = integer(2, MOST_CONTINUATIONS)
     parts = [part for value in values for part in value.replace(",", " ").split()]
     if not parts:
         raise UserError("--K_list: give at least one group size, for example --K_list 4 8 16")

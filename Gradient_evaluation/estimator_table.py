@@ -1,9 +1,13 @@
 """Which gradient estimators are compared? One table; adding one is one entry.
 
-An entry is a title and either ``moments``, a closed form in the prompts' moments, or ``group``, a rule whose
-moments are found by resampled groups (``resampled_groups``). K is the number of continuations of a group;
-theta(x) = E[g Z] the prompt's true gradient. All formulas take E[g] = 0 where they say theta: a score of the
-law that was sampled has it, and the on-policy check of every run shows it.
+An entry is a title and either ``moments``, a closed form in the prompts' moments, or ``group``, a kind of advantages
+A_i whose moments are found by resampled groups (``resampled_groups``): ghat = (1/K) sum_i A_i g_i. K is the number of
+continuations of a group; theta(x) = E[g Z] the prompt's true gradient. All formulas take E[g] = 0 where they say
+theta: a score of the law that was sampled has it, and the on-policy check of every run shows it.
+
+Two things happen to the groups of an update batch beyond their prompt, and both are flags of an entry:
+* ``drop_silent``: groups of equal rewards are dropped; see ``given_kept``.
+* ``per_token``: token-mean aggregation divides by the tokens of the whole batch; see ``over_mean_length``.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import numpy as np
 
 from Gradient_evaluation.block_statistics import PairMoments, group_trace, prompt_only_trace
 from Gradient_evaluation.prompt_moments import PromptMoments
-from Gradient_evaluation.resampled_groups import GroupRule
 
 
 class Moments(NamedTuple):
@@ -35,8 +38,10 @@ class Estimator(NamedTuple):
 
     title: str
     moments: Callable[[PromptMoments, int], Moments] | None = None
-    group: GroupRule | None = None
+    group: str | None = None  # a kind of advantages.group_advantages
     other_target: str | None = None
+    drop_silent: bool = False
+    per_token: bool = False
 
 
 def unbiased(prompts: PromptMoments, trace: np.ndarray | str, **more) -> Moments:
@@ -122,11 +127,9 @@ def length_normalised(prompts: PromptMoments, group_size: int) -> Moments:
     return Moments(group_trace(pairs, group_size), pairs.disjoint, "", "")
 
 
-def resampled(prompts: PromptMoments, name: str, group_size: int) -> Moments:
-    """The moments of a ``group`` entry. Raises KeyError if the prompts were reduced without it or without this K."""
-    found = prompts.groups[name, group_size]
-    if ESTIMATORS[name].group.drop_equal:
-        return _conditional_on_keeping(found, group_size)
+def resampled(prompts: PromptMoments, kind: str, group_size: int) -> Moments:
+    """(1/K) sum_i A_i g_i for a kind of advantages. KeyError if the prompts were reduced without it or without this K."""
+    found = prompts.groups[kind, group_size]
     theta_sq = prompts.pairs.disjoint
     signal = found.disjoint if _complete(found.disjoint) else _too_small(group_size, 2 * group_size)
     trace = signal if isinstance(signal, str) else found.square - signal
@@ -137,20 +140,52 @@ def resampled(prompts: PromptMoments, name: str, group_size: int) -> Moments:
     return Moments(trace, signal, bias, mse)
 
 
-def _conditional_on_keeping(found, group_size: int) -> Moments:
-    """Moments given that the group is kept; prompts weigh by P(keep), their share of the groups in a batch.
+def given_kept(prompts: PromptMoments, found: Moments, group_size: int) -> Moments:
+    """Moments given that the group is not silent; ``found`` are those over all groups.
 
-    P tr Cov[ghat | keep] = E[||ghat||^2 1_keep] - ||E[ghat 1_keep]||^2 / P and P ||E[ghat | keep]||^2 =
-    ||E[ghat 1_keep]||^2 / P: a ratio within each prompt, so consistent as its blocks grow, not unbiased.
+    P(keep) = 1 - P(all rewards equal), unbiased from all continuations of the prompt (``silent_groups``). A silent
+    group has ghat = 0, so E[ghat 1_keep] = E[ghat] and E[||ghat||^2 1_keep] = E||ghat||^2, whose estimates are
+    unbiased too. Prompts weigh by P(keep), their share of the groups in a batch, so only these are averaged:
+        P ||E[ghat | keep]||^2 = ||E ghat||^2 / P,    P tr Cov[ghat | keep] = E||ghat||^2 - ||E ghat||^2 / P.
+    The quotient is consistent as the continuations of the prompt grow in number, not unbiased; its P is that of
+    ``kept_beside_a_pair``, which takes out most of the bias. A prompt all of whose rewards are equal has P = 0 and
+    weighs nothing.
     """
-    if not _complete(found.disjoint):
-        reason = _too_small(group_size, 2 * group_size)
-        weight = found.kept if _complete(found.kept) else None
-        return Moments(reason, reason, "", "", weight=weight)
-    safe = np.where(found.kept > 0, found.kept, 1.0)
-    signal = np.where(found.kept > 0, found.disjoint / safe**2, 0.0)
-    trace = np.where(found.kept > 0, found.square / safe, 0.0) - signal
-    return Moments(trace, signal, "", "", weight=found.kept)
+    kept = np.array([1 - each.silent_share(group_size) for each in prompts.outcomes])
+    if not _complete(kept):
+        reason = f"the share of silent groups at K={group_size} needs at least {group_size} continuations of every prompt"
+        return Moments(reason, reason, "", "")
+    if isinstance(found.trace, str):
+        return found._replace(weight=kept, scale=None)
+    beside = np.array([each.kept_beside_a_pair(group_size) for each in prompts.outcomes])
+    if not _complete(beside):
+        reason = f"K={group_size} needs at least {group_size + 2} continuations of every prompt where groups are dropped"
+        return Moments(reason, reason, "", "", weight=kept)
+    signal = np.divide(found.signal, kept * beside, out=np.zeros_like(kept), where=beside > 0)
+    trace = np.divide(found.trace + found.signal, kept, out=np.zeros_like(kept), where=kept > 0) - signal
+    return Moments(trace, signal, "", "", weight=kept)
+
+
+def over_mean_length(prompts: PromptMoments, found: Moments, group_size: int, drop_silent: bool) -> Moments:
+    """ghat over L: sum_i A_i g_i / (K L), with L the mean number of tokens of a continuation in the update batch.
+
+    VERL's token-mean and TRL's ``dapo`` divide sum_i A_i g_i over all groups of the update batch by the tokens of all
+    groups. That is the mean over groups of sum_i A_i g_i / (K L) with L the batch's mean length. Here L is that of all
+    continuations of all prompts (with ``drop_silent`` of the groups that are kept): a constant, to which the batch's
+    own mean length tends as groups are added. It changes the scale and no direction, and is held fixed in the
+    resamples. What is left out is that L differs between batches: to first order a group then also adds
+    -R (tokens of the group / (K L) - 1), where R = E[sum_i A_i g_i] / (K L) is the mean gradient over all prompts. It
+    couples prompts, so no moment of a single prompt holds it. Its size is the relative spread of a group's tokens times
+    the norm of the MEAN gradient, to be compared with sqrt(tr Cov).
+    """
+    length = prompts.mean_length
+    if drop_silent and found.weight is not None and found.weight.sum() > 0:
+        length = sum(each.kept_tokens(group_size) for each in prompts.outcomes) / found.weight.sum()
+    notes = {**found.notes, "tokens_per_continuation": float(length)}
+    if isinstance(found.trace, str):
+        return found._replace(notes=notes)
+    scale = None if found.scale is None else found.scale / length
+    return found._replace(trace=found.trace / length**2, signal=found.signal / length**2, scale=scale, notes=notes)
 
 
 def _complete(values: np.ndarray) -> bool:
@@ -163,6 +198,7 @@ def _too_small(group_size: int, needed: int) -> str:
 
 BY_STD = "theta scaled by the group's standard deviation"
 BY_LENGTH = "theta scaled by lengths"
+BY_MEAN_LENGTH = "over the mean number of tokens of a continuation"
 
 ESTIMATORS: dict[str, Estimator] = {
     "naive": Estimator("vanilla: no baseline", lambda p, k: prompt_only(p, k, 0.0)),
@@ -174,32 +210,37 @@ ESTIMATORS: dict[str, Estimator] = {
     "dr_grpo": Estimator("Dr. GRPO: mean of the whole group", group_mean),
     "shrinkage": Estimator("leave-one-out mean shrunk to the mean over prompts", shrinkage),
     "length_normalised": Estimator("leave-one-out, score / length", length_normalised, other_target=BY_LENGTH),
-    "std_verl": Estimator("advantage over std, as VERL", group=GroupRule("std_verl"), other_target=BY_STD),
+    "std_verl": Estimator("advantage over std, as VERL", group="std_verl", other_target=BY_STD),
     "std_paper": Estimator(
         "leave-one-out over std, as the paper's appendix",
-        group=GroupRule("leave_one_out_over_std"),
+        group="leave_one_out_over_std",
         other_target=BY_STD,
     ),
-    "opo": Estimator("OPO: length-weighted mean of the group", group=GroupRule("length_weighted")),
+    "opo": Estimator("OPO: length-weighted mean of the group", group="length_weighted"),
     "token_mean": Estimator(
-        "leave-one-out, token-mean aggregation",
-        group=GroupRule("leave_one_out", token_mean=True),
-        other_target=BY_LENGTH,
+        "leave-one-out, over the tokens of the update batch (token-mean)",
+        leave_one_out,
+        other_target=f"theta {BY_MEAN_LENGTH}",
+        per_token=True,
     ),
     "verl_default": Estimator(
-        "VERL's default: advantage over std, token-mean",
-        group=GroupRule("std_verl", token_mean=True),
-        other_target=f"{BY_STD} and by lengths",
+        "VERL's default: advantage over std, over the tokens of the update batch (token-mean)",
+        group="std_verl",
+        other_target=f"{BY_STD}, {BY_MEAN_LENGTH}",
+        per_token=True,
     ),
     "dynamic_sampling": Estimator(
         "leave-one-out, groups of equal rewards dropped",
-        group=GroupRule("leave_one_out", drop_equal=True),
+        leave_one_out,
         other_target="theta over P(keep), given that the group is kept",
+        drop_silent=True,
     ),
     "dapo": Estimator(
-        "DAPO: over std, token-mean, groups of equal rewards dropped",
-        group=GroupRule("std_verl", token_mean=True, drop_equal=True),
-        other_target=f"{BY_STD} and by lengths, given that the group is kept",
+        "DAPO: over std, groups of equal rewards dropped, over the tokens of the update batch (token-mean)",
+        group="std_verl",
+        other_target=f"{BY_STD}, {BY_MEAN_LENGTH}, given that the group is kept",
+        drop_silent=True,
+        per_token=True,
     ),
 }
 ALIASES = {"rloo": "grpo", "vanilla": "naive", "oracle": "oracleV", "floor": "best_baseline", "remax": "greedy"}
@@ -214,15 +255,22 @@ def resolve(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*DEFAULT, *(ALIASES.get(name, name) for name in names)]))
 
 
-def group_rules(names: Sequence[str]) -> dict[str, GroupRule]:
-    """The rules among ``names`` (and aliases) that need resampled groups, hence blocks of 2 * max(K_list)."""
+def group_rules(names: Sequence[str]) -> dict[str, str]:
+    """{name: kind of advantages} of those among ``names`` (and aliases) that need resampled groups.
+
+    They need blocks of 2 * max(K_list).
+    """
     return {name: ESTIMATORS[name].group for name in resolve(names) if ESTIMATORS[name].group is not None}
 
 
 def moments_of(prompts: PromptMoments, name: str, group_size: int) -> Moments:
     """One entry at one K; the reason that its target is not theta is put in place of bias and MSE."""
     entry = ESTIMATORS[name]
-    found = resampled(prompts, name, group_size) if entry.group else entry.moments(prompts, group_size)
+    found = resampled(prompts, entry.group, group_size) if entry.group else entry.moments(prompts, group_size)
+    if entry.drop_silent:
+        found = given_kept(prompts, found, group_size)
+    if entry.per_token:
+        found = over_mean_length(prompts, found, group_size, entry.drop_silent)
     if isinstance(found.trace, str) and not entry.group:
         found = found._replace(signal=found.trace, squared_bias=found.trace, mse=found.trace)
     if entry.other_target:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from Gradient_evaluation.chat_template import json_object
 from Gradient_evaluation.cli import integer, number
 from Gradient_evaluation.utils import REWARDS
 
@@ -15,15 +16,19 @@ GRAM_DTYPES = ("float32", "bfloat16")
 def add_shared_flags(parser: argparse.ArgumentParser) -> None:
     """Model, sampling law, reward, seed and machine; names and defaults as published where the paper has them."""
     parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="hub id or local folder (%(default)s)")
-    parser.add_argument("--revision", help="branch, tag or commit of a hub model")
+    parser.add_argument("--revision", default="main", help="branch, tag or commit of a hub model (%(default)s)")
     parser.add_argument("--temperature", type=number(0, low_included=False), default=1.0, help="(%(default)s)")
     parser.add_argument("--top_p", type=number(0, 1, low_included=False), default=0.95, help="(%(default)s)")
     parser.add_argument("--top_k", type=integer(0), default=0, help="keep the k likeliest tokens, 0 for all (0)")
     parser.add_argument("--max_new_tokens", type=integer(1), default=32, help="(%(default)s)")
     parser.add_argument("--stop", nargs="+", default=[], metavar="TEXT", type=_stop_text,
-                        help=r"end a continuation at any of these strings (\n is a new line); the reward reads what is before")
+                        help=r"end a continuation at any of these strings (\n is a new line); the reward reads what is before; "
+                             "a special token such as <|im_end|> ends it as the end of sequence does")
+    parser.add_argument("--chat_template_kwargs", type=json_object, default={}, metavar="JSON",
+                        help="""variables of the chat template, such as '{"enable_thinking": false}'""")
     parser.add_argument("--reward", choices=sorted(REWARDS), default="integer",
-                        help="integer: the last integer equals the answer; math: Math-Verify (%(default)s)")
+                        help="integer: the last number is the answer; last_integer: the last digits, as the paper's scripts read "
+                             "them; math: Math-Verify (%(default)s)")
     parser.add_argument("--seed", type=integer(0), default=0, help="(%(default)s)")
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bf16 on CUDA, else fp32")
     parser.add_argument("--device", default="auto", help="auto: CUDA if there is one, else the CPU")
@@ -39,4 +44,6 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
 
 def _stop_text(text: str) -> str:
     r"""A stop string as typed in a shell, where \n and \t are easier to write than the characters."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty (an unset variable?): it would end every continuation at once; leave it out")
     return text.replace(r"\n", "\n").replace(r"\t", "\t")

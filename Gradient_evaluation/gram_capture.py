@@ -10,11 +10,14 @@ use_reentrant=False) it is not kept at all but comes from the layer's second run
 
 from __future__ import annotations
 
+from collections.abc import Callable, Container
+
 import torch
 from torch import nn
 
 from Gradient_evaluation import gram_rules
 from Gradient_evaluation.gradient_sketch import GradientSketch
+from Gradient_evaluation.memory import is_out_of_memory
 
 
 class _Keep(torch.autograd.Function):
@@ -30,23 +33,48 @@ class _Keep(torch.autograd.Function):
         raise AssertionError("nothing depends on what _Keep returns")
 
 
+@torch.no_grad()
+def leading_with_batch(model: nn.Module, forward: Callable[[int], object]) -> set[nn.Module]:
+    """The modules whose tensors lead with the batch dimension, each time they are called.
+
+    ``forward(rows)`` runs the model on so many rows. Two numbers of rows of the same length tell the batch from every
+    other dimension (time, say) that is as long as the batch by chance.
+    """
+    leading: dict[nn.Module, bool] = {}
+    for rows in (2, 3):
+
+        def look(module: nn.Module, args: tuple, output, rows=rows) -> None:
+            tensors = [x for x in (*args, output) if isinstance(x, torch.Tensor)]
+            leads = all(x.dim() > 0 and x.shape[0] == rows for x in tensors)
+            leading[module] = leading.get(module, True) and leads
+
+        hooks = [module.register_forward_hook(look) for module in model.modules()]
+        try:
+            forward(rows)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    return {module for module, leads in leading.items() if leads}
+
+
 class GramCapture:
     """Context manager around one forward of ``batch`` samples and its ``backward``; ``finish`` gives the Grams.
 
     parameters: {id: parameter} measured; prompt, response: positions of each. A layer may see the response alone
     (the head) or all prompt + response - 1 inputs, of which the first ``prompt`` are the same in every sample.
-    budget: bytes of a temporary; dtype: that of the products of a Linear weight. With ``sketch`` and ``weights``
+    budget: bytes of a temporary; dtype: that of the products of a Linear weight; leading: the modules of
+    ``leading_with_batch``, the only ones that are read. With ``sketch`` and ``weights``
     (E, batch), ``sketches`` holds {id of parameter: (E, entries)}, the sketches of sum_i weights_ei g_i.
     """
 
     def __init__(self, model: nn.Module, parameters: dict[int, nn.Parameter], batch: int, prompt: int, response: int,
                  budget: int, sketch: GradientSketch | None = None, weights: torch.Tensor | None = None,
-                 dtype: torch.dtype | None = None):
+                 dtype: torch.dtype | None = None, leading: Container[nn.Module] = ()):
         self.model, self.parameters = model, parameters
         self.batch, self.budget, self.dtype = batch, budget, dtype
         self.prompt, self.length = prompt, prompt + response - 1
         self.lengths = {response, self.length}
-        self.sketch, self.weights = sketch, weights
+        self.sketch, self.weights, self.leading = sketch, weights, leading
         self.grams: dict[int, torch.Tensor] = {}
         self.sketches: dict[int, torch.Tensor] = {}
         self.expected: dict[int, int] = {}  # uses of a parameter seen in the forward pass
@@ -76,7 +104,10 @@ class GramCapture:
     def finish(self) -> dict[int, torch.Tensor]:
         """{id of parameter: Q_p (batch, batch) float64}; parameters that could not be read are absent."""
         for key in list(self.arrived):  # a use the loss does not depend on sends no gradient
-            self._contract(key)
+            try:
+                self._contract(key)
+            except gram_rules.UnsupportedUse:
+                self.unreadable.add(key)
         return {key: gram for key, gram in self.grams.items() if key not in self.unreadable}
 
     def _owned(self, module: nn.Module) -> dict[str, int]:
@@ -87,7 +118,7 @@ class GramCapture:
         """One tensor in, one floating tensor out, both leading with the batch and carrying the positions."""
         if len(args) != 1 or kwargs or not isinstance(args[0], torch.Tensor) or not isinstance(output, torch.Tensor):
             return False
-        if next(module.children(), None) is not None or not output.is_floating_point():
+        if module not in self.leading or next(module.children(), None) is not None or not output.is_floating_point():
             return False
         ranks = ((args[0], 3 if args[0].is_floating_point() else 2), (output, 3))
         return all(x.dim() >= rank and x.shape[0] == self.batch and self.lengths & set(x.shape[1:])
@@ -97,7 +128,7 @@ class GramCapture:
         if self.paused:
             return None
         owned = self._owned(module)
-        if not self._readable(module, args, kwargs, output):
+        if not self._readable(module, args, kwargs, output) or not torch.is_grad_enabled():
             self.unreadable.update(owned.values())
             return None
         a = args[0].detach()
@@ -123,6 +154,8 @@ class GramCapture:
             a = _saved(held.pop())  # the graph keeps this hook to the end of the pass; the input is let go here
             if rule is not None:
                 uses = rule(module, a, b)
+            elif isinstance(module, nn.Embedding):  # its gradient per sample would be as large as the table
+                raise gram_rules.UnsupportedUse("an embedding that does more than look up")
             else:
                 uses = self._by_vjp(module, a, b, list(owned))
             whole = a.dim() == 3 and a.shape[1] == self.length
@@ -138,6 +171,10 @@ class GramCapture:
         self.paused = True
         try:
             return gram_rules.uses_by_vjp(module, a, b, names)
+        except (RuntimeError, TypeError) as error:  # what vmap cannot run, a value read on the host say
+            if is_out_of_memory(error):
+                raise
+            raise gram_rules.UnsupportedUse(str(error)) from None
         finally:
             self.paused = False
 

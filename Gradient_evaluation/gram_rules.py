@@ -70,18 +70,25 @@ RULES = {nn.Linear: linear_uses, Conv1D: conv1d_uses, nn.Embedding: embedding_us
 
 def scaled_embedding_uses(module: nn.Embedding, ids: torch.Tensor, b: torch.Tensor) -> dict[str, Rows]:
     """An embedding times the constant ``embed_scale`` (Gemma and others)."""
-    scale = torch.as_tensor(module.embed_scale, device=b.device).to(module.weight.dtype)
-    return embedding_uses(module, ids, b * scale)
+    return embedding_uses(module, ids, b * _embed_scale(module))
+
+
+def _embed_scale(module: nn.Embedding) -> torch.Tensor | float:
+    """What the module multiplies by: a tensor is rounded to the weight's dtype first, a plain number is not."""
+    scale = module.embed_scale
+    return scale.to(module.weight) if isinstance(scale, torch.Tensor) else scale
 
 
 def is_scaled_embedding(module: nn.Module, ids: torch.Tensor, output: torch.Tensor) -> bool:
     """Whether a subclass of Embedding did nothing but look up and multiply by its ``embed_scale``."""
-    if not isinstance(module, nn.Embedding) or not hasattr(module, "embed_scale"):
+    if not isinstance(module, nn.Embedding) or not isinstance(getattr(module, "embed_scale", None), (torch.Tensor, float, int)):
         return False
-    scale = torch.as_tensor(module.embed_scale, device=output.device).to(module.weight.dtype)
+    scale = _embed_scale(module)
+    if isinstance(scale, torch.Tensor) and scale.numel() != 1:
+        return False
     with torch.no_grad():
         expected = nn.functional.embedding(ids, module.weight) * scale
-    return scale.numel() == 1 and expected.shape == output.shape and torch.equal(expected, output.detach())
+    return expected.shape == output.shape and torch.equal(expected, output.detach())
 
 
 def uses_by_vjp(module: nn.Module, a: torch.Tensor, b: torch.Tensor, names: list[str]) -> dict[str, Dense]:
@@ -185,6 +192,8 @@ def tie(head: Outer, looked_up: list[torch.Tensor]) -> TiedHead:
 
 def tied_cross_gram(embedding: list[Rows], head: TiedHead, budget: int) -> torch.Tensor:
     """C + C^T with C[i, j] = sum_{t,s} b_js[id_it] (e_it . a_js): one weight, used as embedding and as head."""
+    if not all(isinstance(use, Rows) for use in embedding):
+        raise UnsupportedUse("a head tied to an embedding that does more than look up")
     use = _join_rows(embedding)
     sums = _RowSums(use)
     b = widen(head.b)[..., torch.searchsorted(head.ids, sums.ids.clamp(min=0)).clamp(max=len(head.ids) - 1)]

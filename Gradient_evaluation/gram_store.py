@@ -27,6 +27,7 @@ class GramRecord:
     """The measurement of one prompt: N continuations in blocks of B_1, B_2, ... (summing to N).
 
     prompt_id, index: identity and place in the oracle table; prompt, ground_truth: as in the table;
+    order: the prompt's position in the seeded order in which the run takes prompts, None in older files;
     oracle_value: V(x); n_oracle: the continuations behind it, or None; rewards, lengths (tokens, the end of
     sequence included), log_probs: (N,); grams: one (B, B) float64 per block, Q[i, j] = <g_i, g_j>; modules, module_moments:
     under --by_layer the names and their moments (modules, 6) of layer_traces.py, else None; sketch: (E, S)
@@ -51,6 +52,7 @@ class GramRecord:
     sketch_names: list[str] | None = None
     sketch_layout: np.ndarray | None = None
     greedy_reward: float | None = None
+    order: int | None = None
 
     @property
     def blocks(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -63,7 +65,8 @@ class GramRecord:
         """Write ``folder/<prompt id>.npz``, all or nothing."""
         about = {"prompt_id": self.prompt_id, "index": self.index, "prompt": self.prompt,
                  "ground_truth": self.ground_truth, "oracle_value": self.oracle_value, "n_oracle": self.n_oracle,
-                 "modules": self.modules, "sketch_names": self.sketch_names, "greedy_reward": self.greedy_reward}
+                 "modules": self.modules, "sketch_names": self.sketch_names, "greedy_reward": self.greedy_reward,
+                 "order": self.order}
         extra = {name: getattr(self, name) for name in ("module_moments", "sketch", "sketch_layout") if getattr(self, name) is not None}
         buffer = io.BytesIO()
         np.savez(buffer, **extra, about=np.array(json.dumps(about, ensure_ascii=False)), rewards=self.rewards,

@@ -42,6 +42,7 @@ from Gradient_evaluation.prompt_pairs import (
     sketch_covariance,
     squared_norm_draws,
 )
+from Gradient_evaluation.silent_groups import RewardCounts
 
 GROUP_SIZES = np.arange(2, 513)
 POWERS = 2 ** np.arange(1, 31)
@@ -100,22 +101,12 @@ def near_best(c1, c2, c3, tolerance: float = 0.1):
     return low, high
 
 
-def silent_share(oracle_values: np.ndarray, group_size) -> np.ndarray:
-    """V^G + (1-V)^G averaged over prompts (n,): the share of groups whose rewards, 0 or 1, are all equal.
-
-    Such a group has a gradient of exactly 0. V as measured from finitely many continuations; a V of 0 or 1 counts
-    as one whose groups are always silent. ``group_size`` (m,) → (m,).
-    """
-    values = np.asarray(oracle_values, dtype=np.float64)[:, None]
-    return (values ** np.asarray(group_size) + (1 - values) ** np.asarray(group_size)).mean(0)
-
-
 def group_size_law(
     theta_sq: np.ndarray,
     zeta1: np.ndarray,
     zeta2: np.ndarray,
     sketches: np.ndarray | None,
-    oracle_values: np.ndarray | None = None,
+    outcomes: Sequence[RewardCounts] | None = None,
     *,
     theta_sq_noise: np.ndarray | None = None,
     sketch_dim: int | None = None,
@@ -129,7 +120,7 @@ def group_size_law(
     Args:
         theta_sq, zeta1, zeta2: (n,) unbiased per-prompt moments (block_statistics.pair_moments).
         sketches: (n, S) sketch of each prompt's GRPO gradient estimate, or None where none was made.
-        oracle_values: (n,) V(x), for the share of silent groups; needs rewards of 0 and 1.
+        outcomes: (n,) the rewards of each prompt's continuations, counted, for the share of silent groups; any rewards.
         theta_sq_noise: (n,) variance of each theta_sq for its continuations, where blocks tell it; for the forecast.
         sketch_dim, sketch_layout: see prompt_pairs.sketch_covariance; neither: the rows are whole gradients.
         group_size: where the gradient noise scale is stated; default the best integer.
@@ -147,13 +138,15 @@ def group_size_law(
         almost_best [lowest, highest] power of two whose relative MSE is at most 1.1, also without a G_star;
         curve {G: 2..512, mse_times_N, ci95, terms {c1, c2, c3: their parts of mse_times_N}};
         gradient_noise_scale (and _ci95): prompts, (c1 + c2/G + c3/(G (G-1))) / mean_theta_norm_sq, at
-        gradient_noise_scale_G; silent_share {G: powers of two, share, ci95};
+        gradient_noise_scale_G; silent_share {G: powers of two, share, ci95, continuations: the fewest of a prompt}: the
+        share of groups whose rewards are all equal, without bias from the run's own continuations (silent_groups), None
+        for a G above their number;
         more_prompts: how many more would tell c1 from 0 in four cases of five; times_continuations: how many times as
         many continuations per prompt would do instead; continuations_share: of the variance of c1;
         n_prompts, sketch_dim, reasons.
     """
     columns = [np.asarray(c, dtype=np.float64) for c in (theta_sq, 4 * np.asarray(zeta1), 2 * np.asarray(zeta2))]
-    n = _checked(columns, sketches, oracle_values)
+    n = _checked(columns, sketches)
     bootstrap, reasons = PromptBootstrap(n, n_bootstrap, seed), {}
     law: dict = {"n_prompts": n, "sketch_dim": sketch_dim}
     missing = _why_no_pairs(n, sketches)
@@ -168,13 +161,13 @@ def group_size_law(
     law |= _optimum(law, averages, bootstrap, silence or missing, reasons)
     law |= _prospect(law, columns[0], products, theta_sq_noise, silence or missing, reasons)
     law |= _noise_scale(law, averages, group_size, bootstrap, reasons)
-    law |= _silent(oracle_values, bootstrap, reasons)
+    law |= _silent(outcomes, bootstrap, reasons)
     return {**law, "reasons": reasons}
 
 
-def _checked(columns, sketches, oracle_values) -> int:
+def _checked(columns, sketches) -> int:
     n = len(columns[0])
-    for part, name in ((columns, "theta_sq, zeta1, zeta2"), ([sketches], "sketches"), ([oracle_values], "V")):
+    for part, name in ((columns, "theta_sq, zeta1, zeta2"), ([sketches], "sketches")):
         for array in part:
             if array is not None and len(array) != n:
                 raise ValueError(f"{name}: {len(array)} prompts, not {n}")
@@ -323,15 +316,25 @@ def _noise_scale(law, averages, group_size, bootstrap, reasons) -> dict:
     return _without(result, reasons, estimate.reason) if estimate.reason else result
 
 
-def _silent(oracle_values, bootstrap: PromptBootstrap, reasons: dict) -> dict:
+def _silent(outcomes: Sequence[RewardCounts] | None, bootstrap: PromptBootstrap, reasons: dict) -> dict:
+    """The share of silent groups at each power of two, from the continuations of each prompt that have the Grams."""
     sizes = POWERS[POWERS <= GROUP_SIZES[-1]]
-    result: dict = {"G": sizes.tolist(), "share": None, "ci95": None}
-    if oracle_values is None or np.min(oracle_values) < 0 or np.max(oracle_values) > 1:
-        reasons["silent_share"] = "needs oracle values V(x) of rewards that are 0 or 1"
+    result: dict = {"G": sizes.tolist(), "share": None, "ci95": None, "continuations": None}
+    if outcomes is None:
+        reasons["silent_share"] = "the rewards of the continuations are not given"
         return {"silent_share": result}
-    shares = np.stack([silent_share(np.atleast_1d(v), sizes) for v in np.asarray(oracle_values, dtype=float)])
-    result["share"] = shares.mean(0).tolist()
-    result["ci95"] = [bootstrap.interval(column) for column in bootstrap.resampled_means(shares).T]
+    if len(outcomes) != bootstrap.n_prompts:
+        raise ValueError(f"outcomes: {len(outcomes)} prompts, not {bootstrap.n_prompts}")
+    fewest = min(each.total for each in outcomes)
+    shares = np.array([[each.silent_share(int(size)) for size in sizes if size <= fewest] for each in outcomes])
+    beyond = [None] * (len(sizes) - shares.shape[1])
+    result["continuations"] = fewest
+    result["share"] = shares.mean(0).tolist() + beyond
+    draws = bootstrap.draws(shares).clip(0.0, 1.0)
+    result["ci95"] = [bootstrap.interval(*column) for column in zip(draws.T, shares.mean(0))] + beyond
+    if beyond:
+        text = f"a group larger than the {fewest} continuations of a prompt has no share without bias"
+        reasons |= dict.fromkeys(("silent_share.share", "silent_share.ci95"), text)
     if bootstrap.n_prompts == 1:
         reasons["silent_share.ci95"] = ONE_PROMPT
     return {"silent_share": result}

@@ -9,8 +9,8 @@ def budget_table(law: dict, budget: int) -> list[dict]:
     """Rows {G, B, continuations, mse, mse_ci95, silent_share} for G = 2, 4, 8, ... with B = budget // G prompts.
 
     mse: predicted MSE of the minibatch gradient, ``mse_times_N`` over the B G continuations really used;
-    silent_share: the share of groups whose rewards are all equal. None where the law has none. Raises ValueError
-    for a budget below 2.
+    silent_share: the share of groups whose rewards are all equal. None where the law has none (for silent_share: a G
+    above the number of continuations of a prompt). Raises ValueError for a budget below 2.
     """
     if budget < 2:
         raise ValueError(f"a budget must hold one group of 2 continuations, got {budget}")

@@ -1,9 +1,12 @@
-"""A key-value cache that grows in place: transformers' own copies everything it holds for every token decoded."""
+"""A key-value cache that grows in place, and the choice of its rows.
+
+transformers' own copies everything it holds for every token decoded.
+"""
 
 from __future__ import annotations
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 
 
 class GrowingLayer(DynamicLayer):
@@ -34,6 +37,19 @@ def _with_room(x: torch.Tensor, room: int) -> torch.Tensor:
 
 def let_grow(cache: Cache, room: int) -> None:
     """Give every plain layer of the cache room for ``room`` positions; other kinds stay as they are."""
+    if isinstance(cache, EncoderDecoderCache):  # of a decoder that could also read an encoder (MegatronBert)
+        cache = cache.self_attention_cache
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.is_initialized and layer.keys.numel():
             cache.layers[i] = GrowingLayer(layer, room)
+
+
+def choose_rows(cache: Cache, rows: torch.Tensor) -> None:
+    """Keep these rows of the batch, ``rows`` (n,) int64, of everything the cache holds.
+
+    ``Cache.reorder_cache`` chooses in the layers alone; MiniMax keeps the states of its linear attention beside them.
+    """
+    cache.reorder_cache(rows)
+    for held in vars(cache).values():
+        if isinstance(held, list):
+            held[:] = [x.index_select(0, rows.to(x.device)) if isinstance(x, torch.Tensor) else x for x in held]

@@ -2,103 +2,454 @@
 
 from __future__ import annotations
 
+import decimal
 import math
 import numbers
 import re
 import unicodedata
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 from Gradient_evaluation.cli import UserError
 
 LONGEST_INTEGER = 4000  # digits; Python refuses int() beyond 4300
-# One number, or several with commas or dots between; every repetition consumes a fixed first character,
-# so the match never backtracks by more than one step and a scan of any text is linear.
+TAIL = 5 * LONGEST_INTEGER  # characters at the end of a text that are read first
+NEAR = 40  # characters looked back for the bracket that an exponent belongs to
+_SUPERSCRIPTS = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
+_FROM_SUPERSCRIPT = str.maketrans(_SUPERSCRIPTS + "\u207a\u207b", "0123456789+-")
+# One number, or several with a mark between; every repetition begins with a fixed character, so a match never
+# backtracks by more than one step and a scan of any text is linear.
 _NUMBER = re.compile(
-    r"(?P<point>(?<![\w.)\]])\.)?(?P<digits>\d+(?:[.,]\d+)*)(?:[eE](?P<exponent>[+-]?\d{1,9})(?!\w))?"
+    r"(?P<point>(?<![\w.)\]])\.)?"
+    r"(?P<digits>\d+(?:(?:[.,'\u066b\u066c\u00a0]|[ _](?=\d{3}(?!\d)))\d+)*)(?:[eE](?P<exponent>[+-]?\d+))?"
 )
-_LATEX_COMMA = re.compile(r"\{,\}|,\\!")
-_THIN_SPACE = re.compile(r"(?<=\d)(?:\\,|[\u2009\u202f])(?=\d{3}(?!\d))")
+_ATOM = re.compile(
+    r"(?P<command>\\(?:[dtc]?frac|sqrt|[dt]?binom)(?![A-Za-z]))"
+    r"|(?P<power>\^|(?<=[A-Za-z])\*\*(?=\d))"
+    rf"|(?P<vulgar>[\u00bc-\u00be\u2150-\u215f\u2189]|[{_SUPERSCRIPTS}]+/[\u2080-\u2089]+)"
+    rf"|(?P<superscript>[\u207a\u207b]?[{_SUPERSCRIPTS}]+)"
+    rf"|(?P<number>{_NUMBER.pattern})"
+)
+_MARK = re.compile(r"([.,' _\u066b\u066c\u00a0])")
+_POWER = re.compile(rf" {{0,2}}\^ {{0,2}}|\*\*(?=[-+]?\d)| \*\* (?=[-+]?\d)|(?P<superscript>[\u207a\u207b]?[{_SUPERSCRIPTS}]+)|\u207f")
+_PLAIN_EXPONENT = re.compile(r"[-+]?\d+(?![.,]\d)")
+_NO_EXPONENT = re.compile(r"[{(]?\s*(?:\\circ|\\degree|\u00b0|(?:\\(?:text|mathrm|textrm)\s*\{\s*)?(?:th|st|nd|rd)\b)[}\s]{0,9}")
+_TIMES_TEN = re.compile(r"\s{0,3}(?:[\u00d7\u00b7\u22c5xX*]|\\times(?![A-Za-z])|\\cdot(?![A-Za-z]))\s{0,3}10(?=\s{0,2}\^|\*\*[-+]?\d| \*\* [-+]?\d"
+                        rf"|[\u207a\u207b{_SUPERSCRIPTS}])")
+_COLON_CHAIN = re.compile(r"(?: : ?(?=\d)|:(?=\d))\d+(?:[.,:]\d+)*")
+_SLASH = re.compile(r"\s{0,2}/\s{0,2}(?P<sign>[-+]?)(?=\d)")
+_MIXED = re.compile(rf"[ \u00a0]{{0,2}}(?:[\u00bc-\u00be\u2150-\u215f\u2189]|[{_SUPERSCRIPTS}]+/[\u2080-\u2089]+)"
+                    r"|[ \u00a0]{1,2}\d+ ?/ ?\d+|\s{0,2}(?P<command>\\[dtc]?frac(?![A-Za-z]))")
+_CIRCLE_NUMBER = re.compile(r"\s{0,2}(?:\\pi(?![A-Za-z])|\u03c0)")
+_DATE = re.compile(r"\d{4}-\d{1,2}-\d{1,2}(?!\d)")
+_UNIT_POWER = re.compile(r"(?<![A-Za-z\\])(?:[kcdm]?m|ft|in|yd|mi)$")
+_LIST_NUMBER = re.compile(r"^[ \t>]*(\d{1,3})[.)](?=\s|$)([ \t]*\S)?", re.MULTILINE)
+_ARGUMENT = re.compile(r"\s*(?:(?P<brace>\{)|\\[A-Za-z]+|[\dA-Za-z])")
 _MINUS = "-\u2212\u2013\u2010\u2011\ufe63\uff0d"  # hyphen, minus, en dash, hyphens of typesetters; no em dash
 _CURRENCY = "$\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd"
 _SPACE = " \t\u00a0"
 _DROP_SPACE_AND_CURRENCY = str.maketrans("", "", _SPACE + _CURRENCY)
+_PLAIN = str.maketrans({**dict.fromkeys(_MINUS, "-"), **dict.fromkeys("\u2007\u2009\u202f", "\u00a0"), "\u2019": "'",
+                        "\uff0c": ",", "\uff0e": ".", "\uff0f": "/", "\u2044": "/", "\u2215": "/", "\uff1a": ":",
+                        "\u2236": ":", "\uff3e": "^", "\uff0b": "+", "\uff05": "%"})
+_LATEX_NOISE = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\!")
+_LATEX_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d)")
 
 
 def parse_integer_answer(text: str) -> int | None:
-    """The last number of ``text`` if it is an integer, else None. Linear time, never raises on a str.
+    r"""The last number of ``text`` if it is an integer, else None. Linear time, never raises on a str.
 
+    A reply that ends inside an unclosed <think> has no answer; after a </think> only what follows counts.
     What counts as one number, and as its value:
     * a decimal: ``3.7`` is no integer (None), ``42.0`` is 42, ``1e5`` is 100000, ``.5`` is one half;
-    * thousands in groups of three: ``1,234`` (also ``1{,}234``, ``1\\,234``) is 1234; commas elsewhere
-      separate numbers, so ``1,23`` ends in 23 and ``12,345,67`` in 67;
-    * several dots, ``1.234.567`` or ``192.168.0.1``, are no number at all: None;
-    * any decimal digit of Unicode; superscripts and fractions such as ``½`` are not digits.
+    * thousands in groups of three, ``1,234`` (also ``1{,}234``, ``1\,234``, ``1'234``, a no-break or thin space,
+      ``1.234.567``, the Arabic marks), or grouped as in India, ``12,34,567``; a decimal mark may follow that is
+      not the thousands mark: ``1.000,00`` is 1000, ``1.234,50`` None;
+    * what has two readings is no answer: ``1.234``, ``2 602`` with a plain space (``1 000`` has one);
+    * commas elsewhere separate numbers, so ``4, 2`` and ``1,23`` end in 23; but ``1,05``, and two digits after a
+      comma beside a currency (``12,50 EUR`` sign), are decimals;
+    * fractions (``6/2`` is 3, ``3/4`` None; also ``\frac``, ``x/4``), mixed numbers and vulgar fractions (None),
+      powers (``2^10``, ``10^{2}``, a superscript, ``10**2``) and powers of ten (``3 x 10^4``): one value;
+    * times (``7:00``), ratios (``3:2``), dates, addresses such as ``192.168.0.1``, roots, multiples of pi: None.
+    No number, so that the one before counts: an exponent of a unit or a variable (``42 ft^2``, ``cm2``),
+    a subscript, the number of an item in a numbered list.
     A minus is a sign, also before a currency or after one (``-$5``, ``$-5``), unless an operand ends
     right before it: after a digit, a closing bracket or ``%`` it is an operator (``10-2``, ``10 - 2``
-    end in 2), inside a word a hyphen (``x-7`` ends in 7), and with spaces on both sides of it after a
-    word a dash (``answer - 7`` ends in 7, while ``is -7`` and ``= - 7`` end in -7). ``/``, ``*``, ``^``
-    are operators: ``3/4`` ends in 4. A trailing dot, ``%``, unit or markdown is ignored. More than
-    LONGEST_INTEGER digits: None.
+    end in 2), inside a word a hyphen (``x-7`` ends in 7), with spaces on both sides of it after a
+    word a dash (``answer - 7`` ends in 7, while ``is -7`` and ``= - 7`` end in -7), and with a space after it at the
+    beginning of a later line a bullet. ``*`` is an operator. A trailing dot, ``%``, unit or markdown is ignored. More
+    than LONGEST_INTEGER digits: None.
     """
-    text = _THIN_SPACE.sub(",", _LATEX_COMMA.sub(",", text))
-    last = None
-    for last in _NUMBER.finditer(text):
-        pass
-    if last is None:
+    reply = final_reply(text)
+    value = None if reply is None else _Reader(_plain(reply)).last_value()
+    if value is None or value.denominator != 1 or _is_long(value):
         return None
-    pieces = last["digits"]
-    if not _single_number(pieces):
-        pieces = pieces.rpartition(",")[2]
-    starts_number = len(pieces) == len(last["digits"])
-    magnitude = _integer_value("." + pieces if last["point"] and starts_number else pieces, last["exponent"])
-    if magnitude is None:
+    return value.numerator
+
+
+def final_reply(text: str) -> str | None:
+    """What follows the last </think>, the whole text without one; None where a <think> after it is never closed."""
+    reply = text.rpartition("</think>")[2]
+    return None if "<think>" in reply else reply
+
+
+def closing_braces(text: str) -> dict[int, int]:
+    """{index of a "{": index of the "}" that closes it}; escaped braces are none. One pass with a stack."""
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for match in re.finditer(r"\\[{}]|[{}]", text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            closing[opened.pop()] = match.start()
+    return closing
+
+
+def _plain(text: str) -> str:
+    """``text`` with ASCII digits, one sort of minus, slash and thin space, and without LaTeX's spacing."""
+    if not text.isascii():
+        digits = {ord(c): str(unicodedata.decimal(c)) for c in set(text) if c.isdecimal() and not c.isascii()}
+        text = text.translate(_PLAIN | digits)
+    if "\\" in text or "~" in text or "{,}" in text:
+        text = _LATEX_SPACE.sub("\u00a0", _LATEX_NOISE.sub("", text).replace("{,}", ","))
+    return text
+
+
+class _Found(NamedTuple):
+    """Something read: where it ends, its value (None: no integer), and whether it is a number of its own."""
+
+    end: int
+    value: Fraction | None = None
+    counts: bool = True
+
+
+class _Reader:
+    """Reads the values of a text from left to right, each character a bounded number of times."""
+
+    def __init__(self, text: str):
+        self.text = text
+        self.closing = closing_braces(text) if "{" in text else {}
+        self.list_numbers = _list_numbers(text)
+
+    def last_value(self) -> Fraction | None:
+        """The last value; None without one, or if it is no number that can be read."""
+        end = len(self.text)
+        for start in (max(0, end - TAIL), 0):  # the end of a long text is enough, unless no number is in it
+            last, position = None, start
+            while atom := _ATOM.search(self.text, position):
+                found = self._read(atom)
+                position = found.end
+                last = found if found.counts else last
+            if last is not None:
+                return last.value
         return None
-    return -magnitude if starts_number and _negative(text, last.start()) else magnitude
+
+    def _read(self, atom: re.Match) -> _Found:
+        if atom["number"]:
+            return self._number(atom)
+        if atom["command"]:
+            return self._command(atom)
+        if atom["vulgar"]:
+            return _Found(atom.end())
+        # An exponent: of a bracket with a number in it, hence a value that is not known here, or of a unit or variable.
+        end = atom.end() if atom["superscript"] else self._exponent(atom.start())[1]
+        base = self.text[max(0, atom.start() - NEAR):atom.start()].rstrip(" )]}")
+        return _Found(max(end, atom.end()), counts=base[-1:].isdigit())
+
+    def _number(self, atom: re.Match) -> _Found:
+        text, start = self.text, atom.start()
+        if self._belongs_to_a_word(start):
+            return _Found(atom.end(), counts=False)
+        read = _one_number(atom["digits"], self._beside_currency(atom), text[max(0, start - 2):start])
+        start += read.offset
+        value = _value(read, atom["point"] and not read.offset, atom["exponent"])
+        if chain := _COLON_CHAIN.match(text, atom.end()) or _DATE.match(text, atom.start()):
+            return _Found(chain.end())
+        sign, signed_from = self._sign(start)
+        if text[start - 1:start] == "\u221a" or self._divides(start):
+            value = None
+        value, end = self._in_brackets(sign, value, signed_from, *self._powered(value, atom.end()))
+        if (mixed := _MIXED.match(text, end)) and not read.offset:
+            command = mixed["command"]
+            return _Found(self._command(mixed, mixed.start("command")).end if command else mixed.end())
+        value, end = self._divided(value, end)
+        if ten := _TIMES_TEN.match(text, end):
+            power, end = self._powered(Fraction(10), ten.end())
+            value = None if value is None or power is None else value * power
+        if circle := _CIRCLE_NUMBER.match(text, end):
+            return _Found(circle.end())
+        return _Found(end, None if value is None else sign * value)
+
+    def _belongs_to_a_word(self, start: int) -> bool:
+        """Is the number at ``start`` a subscript, a unit's exponent (``cm2``) or the number of a list's item?"""
+        text = self.text
+        if start in self.list_numbers:
+            return True
+        if text[start - 1:start] == "_" or text[start - 2:start] == "_{":
+            before = text[:start].rstrip("{")[-2:-1] if start < 3 else text[start - 3:start].rstrip("{").rstrip("_")[-1:]
+            return before.isalnum() or before in tuple(")}]")
+        one_digit = text[start:start + 1] in "23" and not text[start + 1:start + 2].isalnum()
+        return one_digit and _UNIT_POWER.search(text[max(0, start - 4):start]) is not None
+
+    def _beside_currency(self, atom: re.Match) -> bool:
+        before, after = self.text[max(0, atom.start() - 2):atom.start()], self.text[atom.end():atom.end() + 2]
+        signs = _CURRENCY[1:]  # a dollar is also LaTeX's: $1,23$ is a list
+        return any(c in signs for c in before.strip()[-1:] + after.strip()[:1]) or (
+            "$" in before.strip()[-1:] and "$" not in after)
+
+    def _divides(self, start: int) -> bool:
+        """Is the number the denominator of something that is no number, as in ``x/4`` or ``(1+2)/4``?"""
+        before = self.text[max(0, start - 3):start].rstrip(" ")
+        if before[-1:] != "/":
+            return False
+        numerator = before[:-1].rstrip(" ")[-1:]
+        return numerator.isalnum() or numerator in tuple(")]}")
+
+    def _powered(self, base: Fraction | None, end: int) -> tuple[Fraction | None, int]:
+        """``base`` to the powers that follow at ``end``, from the right as in a tower, and where they end."""
+        if self.text[end:end + 2] == "**" and "**" in self.text[max(0, end - NEAR):end]:
+            return base, end  # markdown's bold ends here
+        exponents = []
+        while True:
+            exponent, after = self._exponent(end)
+            if after == end:
+                break
+            end = after
+            if exponent is not _ABSENT:
+                exponents.append(exponent)
+        if not exponents:
+            return base, end
+        exponent = exponents.pop()
+        while exponents:
+            exponent = _power(exponents.pop(), exponent)
+        return _power(base, exponent), end
+
+    def _exponent(self, position: int) -> tuple[Any, int]:
+        """(exponent or None for an unknown one or _ABSENT, its end); the end is ``position`` where there is none."""
+        text = self.text
+        power = _POWER.match(text, position)
+        if power is None:
+            return _ABSENT, position
+        if power["superscript"] or power[0] == "\u207f":
+            sign_and_digits = (power["superscript"] or "").translate(_FROM_SUPERSCRIPT)
+            return _small_integer(sign_and_digits), power.end()
+        start = power.end()
+        if plain := _PLAIN_EXPONENT.match(text, start):
+            return _small_integer(plain[0]), plain.end()
+        if mark := _NO_EXPONENT.match(text, start):
+            return _ABSENT, mark.end()
+        if text[start:start + 1] == "{":
+            close = self.closing.get(start, self._line_end(start))
+            return _small_integer(text[start + 1:close]), close + 1
+        if text[start:start + 1] == "(":
+            close = text.find(")", start, start + NEAR)
+            return (None, start + 1) if close < 0 else (_small_integer(text[start + 1:close]), close + 1)
+        if text[start:start + 1].isalnum() or text[start:start + 1] in tuple("\\-"):
+            return None, start + 1
+        return _ABSENT, power.end()
+
+    def _in_brackets(self, sign: int, value, signed_from: int, powered, end: int) -> tuple[Fraction | None, int]:
+        """(value, end) of ``number^power``, or of ``(-number)^power`` where brackets stand around the number alone."""
+        close = self.text[end:end + 1]
+        opens = {")": "(", "}": "{"}.get(close)
+        if opens and self.text[signed_from - 1:signed_from] == opens and powered == value:
+            whole, after = self._powered(None if value is None else sign * value, end + 1)
+            if after > end + 1 and _POWER.match(self.text, end + 1):
+                return (None if whole is None else sign * whole), after
+        return powered, end
+
+    def _divided(self, value: Fraction | None, end: int) -> tuple[Fraction | None, int]:
+        """``value`` by the number after a slash, if one follows; two slashes are a date or have no one reading."""
+        divisions = 0
+        while slash := _SLASH.match(self.text, end):
+            number = _NUMBER.match(self.text, slash.end())
+            read = _one_number(number["digits"], False, "")
+            if read.offset:
+                return None, number.end()
+            divisor, end = self._powered(_value(read, None, number["exponent"]), number.end())
+            value = None if value is None or not divisor else value / divisor
+            value = -value if value is not None and slash["sign"] == "-" else value
+            divisions += 1
+        return (value if divisions < 2 else None), end
+
+    def _command(self, match: re.Match, start: int | None = None) -> _Found:
+        r"""``\frac{a}{b}`` of two numbers; other commands (roots, binomials, terms) hold no number of their own."""
+        start = match.start() if start is None else start
+        name, end, arguments = match["command"], match.end(), []
+        if name == "\\sqrt" and self.text[end:end + 1] == "[":
+            end = max(end, self.text.find("]", end, end + NEAR) + 1)
+        for _ in range(1 if name == "\\sqrt" else 2):
+            argument = _ARGUMENT.match(self.text, end)
+            if argument is None:
+                break
+            if argument["brace"]:
+                opening = argument.end() - 1
+                close = self.closing.get(opening, self._line_end(opening))
+                arguments.append(_signed_number(self.text[opening + 1:close]))
+                end = close + 1
+            else:
+                arguments.append(_signed_number(argument[0]))
+                end = argument.end()
+        after = self._powered(None, end)[1]
+        if not name.endswith("frac") or len(arguments) < 2 or None in arguments or not arguments[1] or after > end:
+            return _Found(after)
+        if self._divides(start):
+            return _Found(end)
+        value, end = self._divided(self._sign(start)[0] * arguments[0] / arguments[1], end)
+        circle = _CIRCLE_NUMBER.match(self.text, end)
+        return _Found(circle.end()) if circle else _Found(end, value)
+
+    def _line_end(self, position: int) -> int:
+        end = self.text.find("\n", position)
+        return len(self.text) if end < 0 else end
+
+    def _sign(self, start: int) -> tuple[int, int]:
+        """(-1 or 1, where the signed number begins) of the number at ``start``. (The rules: parse_integer_answer.)"""
+        text = self.text
+        end = _skip_back(text, start)
+        if end and text[end - 1] in _CURRENCY:
+            end -= 2 if text[end - 2:end - 1] == "\\" else 1
+            end = _skip_back(text, end)
+        if not end or text[end - 1] != "-":
+            return 1, start
+        minus = end - 1
+        before = _skip_back(text, minus)
+        operand = text[before - 1] if before else ""
+        if operand.isdigit() or (operand and operand in ")]}%"):
+            return 1, start
+        spaced_after = end < start and text[end] in _SPACE
+        if operand == "\n" and spaced_after and self._is_bullet(before):
+            return 1, start
+        spaced = spaced_after and text[start - 1] in _SPACE
+        in_word = operand.isalnum() and (before == minus or spaced)
+        return (1, start) if in_word else (-1, minus)
+
+    def _is_bullet(self, line_start: int) -> bool:
+        """Is a "- " at ``line_start`` a list's bullet? Not first in the text, and not where a term is still to come."""
+        above = self.text[max(0, line_start - NEAR):line_start].rstrip()
+        return bool(above) and above[-1] not in "=+*/(<>"
 
 
-def _single_number(pieces: str) -> bool:
-    """Is ``1,234,567.8`` one number (groups of three, one dot at the end at most), not a list?"""
-    whole, _, fraction = pieces.partition(".")
-    first, *groups = whole.split(",")
-    grouped = not groups or (len(first) <= 3 and first[0] != "0" and all(len(group) == 3 for group in groups))
-    return grouped and "," not in fraction
+_ABSENT = object()  # an exponent that is none: degrees, ordinals
 
 
-def _integer_value(number: str, exponent: str | None) -> int | None:
-    """``number`` times ten to ``exponent`` as an int; None if that is no integer, too long, or has two dots."""
-    whole, _, fraction = number.replace(",", "").partition(".")
-    if "." in fraction:
-        return None
-    digits = whole + fraction
-    if not digits.isascii():
-        digits = "".join(str(unicodedata.decimal(digit)) for digit in digits)
-    if not digits.strip("0"):
-        return 0
-    shift = int(exponent or 0) - len(fraction)
-    kept = digits if shift >= 0 else digits[:shift]
-    lost = "" if shift >= 0 else digits[shift:]
-    kept = kept.lstrip("0")
-    if lost.strip("0") or len(kept) + max(shift, 0) > LONGEST_INTEGER:
-        return None
-    return int(kept) * 10 ** max(shift, 0)
+class _Digits(NamedTuple):
+    """A number as written: digits before and after the decimal mark (None: not readable), and where it begins."""
+
+    whole: str | None
+    fraction: str = ""
+    offset: int = 0
 
 
-def _negative(text: str, start: int) -> bool:
-    """Does a sign stand before the number that starts at ``start``? (The rules: parse_integer_answer.)"""
-    end = _skip_back(text, start)
-    if end and text[end - 1] in _CURRENCY:
-        end -= 2 if text[end - 2 : end - 1] == "\\" else 1
-        end = _skip_back(text, end)
-    if not end or text[end - 1] not in _MINUS:
+def _one_number(cluster: str, price: bool, before: str) -> _Digits:
+    """What digits with marks between them are: one number, the last of a list, or nothing with one reading.
+
+    price: a currency stands beside it; before: the two characters before it.
+    """
+    parts = _MARK.split(cluster)
+    groups, marks = parts[::2], [("'" if mark in "_\u066c" else mark) for mark in parts[1::2]]
+    if not marks:
+        return _Digits(cluster)
+    last = groups[-1]
+    in_list = marks[0] == " " and before[:1].isdigit() and before[1:] == " "
+    if len(set(marks)) == 1 and _grouped(groups, marks[0]) and not in_list:
+        two_readings = len(marks) == 1 if marks[0] == "." else (
+            marks[0] == " " and not any(group[0] == "0" for group in groups))
+        return _Digits(None) if two_readings else _Digits("".join(groups))
+    if marks[-1] in ".,\u066b" and marks[-1] not in marks[:-1]:
+        alone = len(marks) == 1
+        comma = marks[-1] == ","
+        decimal_mark = not (alone and comma) or (last[0] == "0" and len(last) > 1) or (price and len(last) == 2)
+        if decimal_mark and (alone or (len(set(marks[:-1])) == 1 and _grouped(groups[:-1], marks[0]))):
+            return _Digits("".join(groups[:-1]), last)
+    offset = max(cluster.rfind(mark) for mark in ", \u00a0") + 1
+    if not offset:
+        return _Digits(None)
+    tail = _one_number(cluster[offset:], False, "")
+    if tail.whole and tail.whole[0] == "0" and len(tail.whole) > 1:
+        return _Digits(None)  # a list holds 5, not 05
+    return tail._replace(offset=offset)
+
+
+def _grouped(groups: list[str], mark: str) -> bool:
+    """Are these groups of three digits, or with commas India's: two and two, then three?"""
+    first, *rest = groups
+    if mark == "\u066b" or first[0] == "0" or len(first) > 3:
         return False
-    minus = end - 1
-    before = _skip_back(text, minus)
-    operand = text[before - 1] if before else ""
-    if operand.isdigit() or (operand and operand in ")]}%"):
-        return False
-    spaced = end < start and text[start - 1] in _SPACE and text[end] in _SPACE
-    in_word = operand.isalnum() and (before == minus or spaced)
-    return not in_word
+    if all(len(group) == 3 for group in rest):
+        return True
+    indian = len(first) <= 2 and len(rest) > 1 and len(rest[-1]) == 3
+    return mark == "," and indian and all(len(group) == 2 for group in rest[:-1])
+
+
+def _value(read: _Digits, point: str | None, exponent: str | None) -> Fraction | None:
+    """The number times ten to ``exponent``; None if it cannot be read, is too long or no integer by its exponent."""
+    if read.whole is None:
+        return None
+    whole, fraction = ("", read.whole) if point else (read.whole, read.fraction)
+    if point and read.fraction:
+        return None
+    digits = (whole + fraction).lstrip("0")
+    if not digits:
+        return Fraction(0)
+    significant = digits.rstrip("0")
+    if exponent is not None and len(exponent.lstrip("+-0")) > 6:
+        return None
+    shift = int(exponent or 0) - len(fraction) + len(digits) - len(significant)
+    if len(significant) + abs(shift) > LONGEST_INTEGER:
+        return None
+    return Fraction(int(significant)) * Fraction(10) ** shift
+
+
+def _power(base: Fraction | None, exponent: Fraction | None) -> Fraction | None:
+    """``base`` to ``exponent``, or None: not known, no integer exponent, or a result of too many digits."""
+    if base is None or exponent is None or exponent.denominator != 1:
+        return None
+    power = exponent.numerator
+    if base in (0, 1, -1):
+        power = (power > 0) - (power < 0) if base == 0 else abs(power) % 2
+        return None if base == 0 and power < 0 else base**power
+    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
+    return None if (bits - 1) * abs(power) > 4 * LONGEST_INTEGER else base**power
+
+
+def _is_long(value: Fraction) -> bool:
+    return abs(value) >= 10**LONGEST_INTEGER
+
+
+def _small_integer(text: str) -> Fraction | None:
+    """``text``, a sign and at most nine digits between spaces, as a number; None for anything else."""
+    match = re.fullmatch(r"\s{0,9}([-+]?)\s{0,9}(\d{1,9})\s{0,9}", text[:60])
+    return Fraction(int(match[1] + match[2])) if match and len(text) <= 60 else None
+
+
+def _signed_number(text: str) -> Fraction | None:
+    """``text`` as one number with at most a sign before it; None for anything else."""
+    text = text.strip(_SPACE)
+    number = _NUMBER.fullmatch(text.lstrip("+-").lstrip(_SPACE)) if len(text) <= 2 * LONGEST_INTEGER else None
+    if number is None or text[1:2] in tuple("+-"):
+        return None
+    read = _one_number(number["digits"], False, "")
+    value = None if read.offset else _value(read, number["point"], number["exponent"])
+    return -value if value is not None and text[0] == "-" else value
+
+
+def _list_numbers(text: str) -> set[int]:
+    """Where the numbers of a numbered list's items stand: 1 not first in the text, or 1 with 2 below it, 2, 3, ..."""
+    positions: set[int] = set()
+    first, expected = None, 1
+    for match in _LIST_NUMBER.finditer(text):
+        number = int(match[1])
+        if number == expected > 1:
+            positions |= {match.start(1), first}
+        elif number == 1 and match[2]:
+            first = match.start(1)
+            if text[max(0, match.start() - NEAR):match.start()].strip():
+                positions.add(first)
+        else:
+            continue
+        expected = number + 1
+    return positions
 
 
 def _skip_back(text: str, end: int) -> int:
@@ -110,26 +461,34 @@ def _skip_back(text: str, end: int) -> int:
 def check_integer_ground_truth(value: Any) -> int:
     """The integer a data file means by ``18``, ``18.0``, ``"18"``, ``"1,234"``, ``"-7"`` or ``"... #### 18"``.
 
-    Raises UserError for anything else: None, True, 3.5, NaN, "n/a", "", "3 or 4", more than
-    LONGEST_INTEGER digits.
+    Raises UserError for anything else: None, True, 3.5, NaN, "n/a", "", "3 or 4", "1.234" (which has two readings),
+    more than LONGEST_INTEGER digits.
     """
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        if abs(int(value)) < 10**LONGEST_INTEGER:
+            return int(value)
+    elif isinstance(value, decimal.Decimal):
+        if value.is_finite() and value.adjusted() < LONGEST_INTEGER and value == value.to_integral_value():
+            return int(value)
+    elif isinstance(value, numbers.Real) and not isinstance(value, bool):
         if math.isfinite(value) and value == int(value):
             return int(value)
     elif isinstance(value, str):
-        answer = value.rpartition("####")[2].strip().removesuffix(".")
+        answer = _plain(value.rpartition("####")[2]).strip().removesuffix(".").rstrip(_CURRENCY + _SPACE)
         match = _NUMBER.search(answer)
         signs = answer[: match.start()].translate(_DROP_SPACE_AND_CURRENCY) if match else ""
-        if match and len(signs) <= 1 and signs in "+" + _MINUS and match.end() == len(answer):
-            parsed = parse_integer_answer(answer) if _single_number(match["digits"]) else None
-            if parsed is not None:
-                return parsed
+        if match and len(signs) <= 1 and signs in "+-" and match.end() == len(answer):
+            read = _one_number(match["digits"], False, "")
+            parsed = None if read.offset else _value(read, match["point"], match["exponent"])
+            if parsed is not None and parsed.denominator == 1 and not _is_long(parsed):
+                return -parsed.numerator if signs == "-" else parsed.numerator
     raise UserError(f"the ground_truth {shorten_repr(value)} is not an integer")
 
 
 def shorten_repr(value: Any) -> str:
     """repr(value), cut to 80 characters, for a message."""
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except ValueError:  # an int of more digits than Python writes
+        return f"of {value.bit_length()} bits"
     return shown if len(shown) <= 80 else f"{shown[:77]}..."

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from Gradient_evaluation.cli import UserError
 
 GIB = 2**30
 LARGE = 2**22  # bytes
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 Result = TypeVar("Result")
 
 
@@ -62,22 +64,33 @@ class Batch:
                             "lower --max_new_tokens, raise --max_memory if it is set, try --gradient_checkpointing, or "
                             "take a larger device")
         self.size = max(self.least, self.size // 2)
-        gc.collect()
-        _libc_call("malloc_trim", 0)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        release_memory()
+
+
+def release_memory() -> None:
+    """Give what a failed attempt left behind back to the system."""
+    gc.collect()
+    _libc_call("malloc_trim", 0)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def tune_allocator(device: torch.device) -> None:
-    """On a CPU, let the C library give large temporaries back at once and keep small ones for what comes next.
+    """Keep memory in one piece; call it before the model is loaded.
 
-    A block frees and asks for the same pieces a thousand times. Large ones, aligned as torch wants them, seldom fit into
-    the holes they left: a heap of them grew to twice what was in use. Small ones are cheaper kept than asked for again.
-    glibc alone knows the two settings (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD); elsewhere nothing happens.
+    On a CPU the C library gives large temporaries back at once and keeps small ones for what comes next. A block frees
+    and asks for the same pieces a thousand times. Large ones, aligned as torch wants them, seldom fit into the holes they
+    left: a heap of them grew to twice what was in use. Small ones are cheaper kept than asked for again. glibc alone knows
+    the two settings (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD); elsewhere nothing happens.
+
+    On CUDA torch's segments may grow (expandable_segments), unless the environment has settings of its own.
     """
     if device.type == "cpu":
         _libc_call("mallopt", -3, LARGE)
         _libc_call("mallopt", -1, 2**30)
+    elif device.type == "cuda" and sys.platform == "linux" and not any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):
+        with contextlib.suppress(AttributeError, RuntimeError):  # the environment would be read too late: torch is loaded
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _libc_call(name: str, *arguments: int) -> None:

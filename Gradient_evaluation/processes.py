@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,25 @@ from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.models import resolve_device
 
 PATIENCE = datetime.timedelta(days=30)  # a process may wait for another's slow prompt; a dead one torchrun reports
+
+
+def gpu_identity(device: torch.device) -> tuple[str, str] | None:
+    """(machine, GPU) of a CUDA device, the same in every process that uses it; None for other devices."""
+    if device.type != "cuda":
+        return None
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if named[0].startswith("MIG-") and device.index < len(named):  # slices of one GPU may share its UUID
+        return platform.node(), named[device.index]
+    return platform.node(), str(torch.cuda.get_device_properties(device).uuid)
+
+
+def check_own_gpus(found: Sequence[tuple[str, str] | None]) -> None:
+    """Raise UserError when two processes (``gpu_identity`` of each, in order of rank) use one GPU."""
+    first: dict[tuple[str, str], int] = {}
+    for rank, identity in enumerate(found):
+        if identity is not None and first.setdefault(identity, rank) != rank:
+            raise UserError(f"processes {first[identity]} and {rank} use the same GPU of {identity[0]}; lower "
+                            "--nproc-per-node, or give each task a GPU of its own (CUDA_VISIBLE_DEVICES)")
 
 
 class Processes:
@@ -34,18 +54,17 @@ class Processes:
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local = int(os.environ.get("LOCAL_RANK", 0)) if self.size > 1 else None
         self.device = resolve_device(device, local)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self._store, self._done = None, 0
         if self.size > 1:
             self._join()
+            self.from_first(check_own_gpus, self.gather(gpu_identity(self.device)))
 
     def _join(self) -> None:
-        on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            torch.cuda.set_device(self.device)
+        """gloo on every device: objects travel between processes, tensors never do."""
         store, _, _ = next(torch.distributed.rendezvous("env://"))
-        torch.distributed.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=self.rank,
-                                             world_size=self.size, timeout=PATIENCE,
-                                             device_id=self.device if on_gpu else None)
+        torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
         self._store = torch.distributed.PrefixStore("prompts", store)
 
     def __enter__(self) -> Processes:

@@ -1,9 +1,10 @@
 """What autograd keeps of a block for the backward pass, with the prompt's part kept once instead of once per row.
 
 All rows of a block start with the same prompt, so activations (B, T, ...) or (B, heads, T, ...) are the same there in
-every row of a causal model. A tensor of which that is true to the last bit is kept as one row of the prompt and B of the
-rest, and put together again when the backward pass asks for it: the Gram is the same to the last bit, and of 64 rows
-with 43 prompt tokens of 74 less than half is kept, with 164 of 195 a sixth.
+every row of a causal model. A tensor whose rows are found to be equal there, element by element, is kept as one row of
+the prompt and B of the rest. It is put together again when the backward pass asks for it, so every element has its old
+value. The Gram is the same up to rounding: the new tensor may lie otherwise in memory, and the order of a sum may depend
+on that. Of 64 rows with 43 prompt tokens of 74 less than half is kept, with 164 of 195 a sixth.
 """
 
 from __future__ import annotations

@@ -12,14 +12,13 @@ from Gradient_evaluation.gram_store import GramRecord
 from Gradient_evaluation.law_and_prompts import law_of
 from Gradient_evaluation.layer_traces import layer_moments
 from Gradient_evaluation.memory import Batch
+from Gradient_evaluation.sampler_check import check_sampler
 from Gradient_evaluation.sampling import Continuation, sample_continuations, uniforms
 from Gradient_evaluation.score_gram import ScoreGram
 from Gradient_evaluation.sketch_weights import sketch_weights, sketched_names
-from Gradient_evaluation.tables import Row
-from Gradient_evaluation.utils import REWARDS
+from Gradient_evaluation.tables import Row, rewards_of
 
 SMALLEST_BLOCK = 4  # an unbiased estimate of ||theta||^2 needs four continuations in a block
-AUDITED = 16  # continuations of the self-audit
 
 
 def planned_block_size(args) -> int:
@@ -53,17 +52,22 @@ class Measurement:
         self.block = Batch("--block_size", planned_block_size(args), least=SMALLEST_BLOCK)
 
     def audit(self, row: Row, prompt_ids: list[int]) -> dict:
-        """ScoreGram.audit on continuations of this prompt that are used for nothing else."""
-        count = min(self.block.size, AUDITED)
+        """ScoreGram.audit of a block as large as this run's, of continuations that are used for nothing else."""
+        count = max(block_sizes(self.args.M * self.args.K_list[-1], self.block.size))
         drawn = self._sample("audit", row, prompt_ids, count)
         batch = Batch("self-audit", count, least=1)
         return batch.run(lambda size: self.gram.audit(prompt_ids, drawn[:size]), row.where)
 
+    def check_sampler(self, row: Row, prompt_ids: list[int]) -> dict:
+        """sampler_check.check_sampler on one block of continuations of this prompt that are used for nothing else."""
+        drawn = self._sample("audit", row, prompt_ids, min(self.block.size, self.args.M * self.args.K_list[-1]))
+        batch = Batch("sampler check", len(drawn), least=1)
+        return batch.run(lambda size: check_sampler(self.gram, prompt_ids, drawn[:size], row.where), row.where)
+
     def measure(self, row: Row, prompt_ids: list[int], place: int) -> GramRecord:
         """The record of one prompt, ``place`` its index in the oracle table. FloatingPointError: not finite."""
         drawn = self._sample("tracecov", row, prompt_ids, self.args.M * self.args.K_list[-1])
-        score = REWARDS[self.args.reward].score
-        rewards = np.array([score(continuation.text, row.ground_truth) for continuation in drawn])
+        rewards = rewards_of((continuation.text for continuation in drawn), row, self.args.reward)
         lengths = np.array([len(continuation.tokens) for continuation in drawn])
         blocks = self.block.run(lambda size: self._blocks(prompt_ids, drawn, rewards, lengths, size), row.where)
         return GramRecord(
@@ -106,4 +110,4 @@ class Measurement:
         law = replace(law_of(self.args), temperature=1.0, top_k=1, top_p=1.0)
         u = np.zeros((1, self.args.max_new_tokens))
         greedy = sample_continuations(self.model, self.tokenizer, prompt_ids, u, law, 1)[0]
-        return REWARDS[self.args.reward].score(greedy.text, row.ground_truth)
+        return float(rewards_of([greedy.text], row, self.args.reward)[0])

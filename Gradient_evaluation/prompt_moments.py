@@ -16,9 +16,12 @@ from Gradient_evaluation.block_statistics import (
     prompt_only_coefficients,
     prompt_only_trace,
 )
-from Gradient_evaluation.resampled_groups import GroupMoments, GroupRule, group_moments
+from Gradient_evaluation.resampled_groups import GroupMoments, group_moments
+from Gradient_evaluation.silent_groups import RewardCounts, reward_counts
 
-RIGHT = 0.5  # a reward above this counts as a right answer
+RIGHT = 0.5  # a reward of 0 or 1 above this is that of a right answer
+# all continuations; for rewards of 0 and 1 the right and wrong ones; for others those above V(x) and those not above
+CLASSES = ("all", "right", "wrong", "above", "not_above")
 NO_GREEDY = "no greedy continuation was sampled; measure with --estimators greedy"
 
 
@@ -38,22 +41,36 @@ class PromptMoments:
     theta_sq_noise: np.ndarray  # (n,) variance of pairs.disjoint for the continuations, from block to block; NaN: one block
     pairs_by_length: PairMoments  # three (n,), of the scores g / length
     mixture: np.ndarray  # (n, 2) u, v of mixture_coefficients
-    groups: Mapping[tuple[str, int], GroupMoments]  # by rule's name and K: four (n,)
+    groups: Mapping[tuple[str, int], GroupMoments]  # by kind of advantage and K: three (n,)
+    outcomes: Sequence[RewardCounts]  # n: the rewards of all continuations of a prompt, and their lengths
     score_mean_sq: np.ndarray  # (n,) unbiased ||E g||^2
-    score_norm_sq: np.ndarray  # (n, 3) mean over all continuations of ||g||^2 times an indicator: all, right, wrong
-    outcome_share: np.ndarray  # (n, 3) share of all (1), right, wrong continuations
-    n_outcomes: np.ndarray  # (n, 3) number of all, right, wrong continuations
+    score_norm_sq: np.ndarray  # (n, 5) mean over all continuations of ||g||^2 times each indicator of CLASSES
+    outcome_share: np.ndarray  # (n, 5) share of the continuations in each of CLASSES
+    n_outcomes: np.ndarray  # (n, 5) number of continuations in each of CLASSES
     n_blocks: np.ndarray  # (n,)
 
     def __len__(self) -> int:
         return len(self.n_blocks)
 
+    @property
+    def zero_one(self) -> bool:
+        """Whether every reward of every prompt is 0 or 1."""
+        return all(each.zero_one for each in self.outcomes)
+
+    @property
+    def mean_length(self) -> float:
+        """Mean number of tokens of a continuation: the mean over prompts of the mean over their continuations."""
+        return float(np.mean([each.mean_length for each in self.outcomes]))
+
 
 def reduce_records(
-    records: Iterable, rules: Mapping[str, GroupRule] | None = None, group_sizes: Sequence[int] = ()
+    records: Iterable, kinds: Iterable[str] = (), group_sizes: Sequence[int] = ()
 ) -> PromptMoments:
-    """One pass over Gram records, of which nothing is kept: see ``estimators.reduce_prompts``."""
-    cases = {(name, size): rule for name, rule in (rules or {}).items() for size in group_sizes}
+    """One pass over Gram records, of which nothing is kept: see ``estimators.reduce_prompts``.
+
+    kinds: the kinds of advantages (``group_advantages``) whose moments are found by resampled groups.
+    """
+    cases = [(kind, size) for kind in dict.fromkeys(kinds) for size in group_sizes]
     prompts = [_reduce(record, index, cases) for index, record in enumerate(records)]
     if not prompts:
         raise ValueError("there are no prompts to average over")
@@ -61,8 +78,9 @@ def reduce_records(
     whole = {name: _column(columns.pop(name)) for name in ("oracle_value", "greedy_reward", "best_trace")}
     pairs = {name: PairMoments(*np.array(columns.pop(name)).T) for name in ("pairs", "pairs_by_length")}
     groups = {case: GroupMoments(*np.array(columns.pop(case)).T) for case in cases}
+    outcomes = columns.pop("outcomes")
     arrays = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
-    return PromptMoments(**whole, **pairs, groups=groups, **arrays)
+    return PromptMoments(**whole, **pairs, groups=groups, outcomes=outcomes, **arrays)
 
 
 def _column(values: list) -> np.ndarray | str:
@@ -73,7 +91,7 @@ def _column(values: list) -> np.ndarray | str:
     return np.array(values, dtype=np.float64)
 
 
-def _reduce(record, index: int, cases: Mapping[tuple[str, int], GroupRule]) -> dict:
+def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
     name = f"prompt {index}"
     if getattr(record, "prompt_id", None) is not None:
         name += f" (id {record.prompt_id})"
@@ -82,6 +100,10 @@ def _reduce(record, index: int, cases: Mapping[tuple[str, int], GroupRule]) -> d
         raise ValueError(f"{name}: has no blocks")
     greedy = getattr(record, "greedy_reward", None)
     coefficients = [prompt_only_coefficients(gram, rewards) for gram, rewards, _ in blocks]
+    everything = [np.concatenate([block[part] for block in blocks]) for part in (1, 2)]
+    value = _number(record.oracle_value, f"{name}: the oracle value", "no oracle value V(x)")
+    centre = everything[0].mean() if isinstance(value, str) else value
+    classes = [_classes(rewards, centre) for _, rewards, _ in blocks]
     means: dict = {
         "mean_reward": [rewards.mean() for _, rewards, _ in blocks],
         "coefficients": coefficients,
@@ -89,24 +111,25 @@ def _reduce(record, index: int, cases: Mapping[tuple[str, int], GroupRule]) -> d
         "pairs_by_length": [pair_moments(g / np.outer(length, length), z) for g, z, length in blocks],
         "mixture": [mixture_coefficients(gram, rewards) for gram, rewards, _ in blocks],
         "score_mean_sq": [off_diagonal(gram, np.ones(len(gram)), np.ones(len(gram))) for gram, _, _ in blocks],
-        "score_norm_sq": [(_outcomes(rewards) * np.diag(gram)).mean(-1) for gram, rewards, _ in blocks],
-        "outcome_share": [_outcomes(rewards).mean(-1) for _, rewards, _ in blocks],
+        "score_norm_sq": [(each * np.diag(gram)).mean(-1) for each, (gram, _, _) in zip(classes, blocks)],
+        "outcome_share": [each.mean(-1) for each in classes],
     }
     return {
         **{name: np.mean(values, axis=0) for name, values in means.items()},
-        **{case: _mean_over_large_blocks(blocks, rule, case[1]) for case, rule in cases.items()},
-        "oracle_value": _number(record.oracle_value, f"{name}: the oracle value", "no oracle value V(x)"),
+        **{case: _mean_over_large_blocks(blocks, *case) for case in cases},
+        "oracle_value": value,
         "greedy_reward": _number(greedy, f"{name}: the greedy reward", NO_GREEDY),
         "theta_sq_noise": _variance_of_mean([found.disjoint for found in means["pairs"]]),
         "best_trace": _best_trace(blocks, np.array(coefficients)),
-        "n_outcomes": np.sum([_outcomes(rewards).sum(-1) for _, rewards, _ in blocks], axis=0),
+        "n_outcomes": np.sum([each.sum(-1) for each in classes], axis=0),
+        "outcomes": reward_counts(*everything),
         "n_blocks": len(blocks),
     }
 
 
-def _mean_over_large_blocks(blocks: Sequence[tuple], rule: GroupRule, group_size: int) -> np.ndarray:
-    """The four GroupMoments, each over the blocks that are large enough for it; NaN where none is."""
-    found = np.array([group_moments(*block, rule, group_size) for block in blocks])
+def _mean_over_large_blocks(blocks: Sequence[tuple], kind: str, group_size: int) -> np.ndarray:
+    """The three GroupMoments, each over the blocks that are large enough for it; NaN where none is."""
+    found = np.array([group_moments(*block, kind, group_size) for block in blocks])
     usable = ~np.isnan(found)
     count = usable.sum(0)
     return np.where(count > 0, np.where(usable, found, 0.0).sum(0) / np.maximum(count, 1), np.nan)
@@ -125,10 +148,10 @@ def _number(value, name: str, missing: str) -> float | str:
     return float(value)
 
 
-def _outcomes(rewards: np.ndarray) -> np.ndarray:
-    """Indicators (3, B) of all, right and wrong continuations."""
-    right = rewards > RIGHT
-    return np.stack([np.ones_like(right), right, ~right]).astype(np.float64)
+def _classes(rewards: np.ndarray, value: float) -> np.ndarray:
+    """Indicators (5, B): which continuations belong to each of CLASSES; value: V(x)."""
+    right, above = rewards > RIGHT, rewards > value
+    return np.stack([np.ones_like(right), right, ~right, above, ~above]).astype(np.float64)
 
 
 def _checked(block, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ compares with a backward pass that shares nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -51,10 +51,13 @@ def _forward(module: nn.Module, plain, shape: tuple[int, int], shared: int, x: t
 
 
 @contextmanager
-def shared_prompt(model: nn.Module, batch: int, length: int, shared: int) -> Iterator[None]:
-    """While inside, layers that see (batch, length, d) take the first ``shared`` positions from the first row."""
+def shared_prompt(modules: Iterable[nn.Module], batch: int, length: int, shared: int) -> Iterator[None]:
+    """While inside, layers that see (batch, length, d) take the first ``shared`` positions from the first row.
+
+    modules: those whose tensors lead with the batch (gram_capture.leading_with_batch); the Linear ones are meant.
+    """
     layers = []
     if batch > 1 and shared > 0:
-        layers = [m for m in model.modules() if type(m) in (nn.Linear, Conv1D)]
+        layers = [m for m in modules if type(m) in (nn.Linear, Conv1D)]
     with replaced_forward(layers, lambda layer, plain: partial(_forward, layer, plain, (batch, length), shared)):
         yield

@@ -1,7 +1,7 @@
 """What are the moments of an estimator whose weights depend on its whole group? Many groups inside one block.
 
 When continuation i's weight depends on the other members' rewards or lengths in a way that is not a plain
-difference (a division by the group's std, a dropped group), no closed form at every K is at hand. But any
+difference (a division by the group's std), no closed form at every K is at hand. But any
 K members of a block are a group of K, and disjoint groups are independent: random partitions of the block
 into groups give E||ghat||^2 from each group, ||E ghat||^2 from pairs of groups of one partition, and
 <E ghat, theta> from a group and the rest of the block. All are unbiased for every partition, so the same
@@ -20,28 +20,13 @@ from Gradient_evaluation.advantages import group_advantages
 GROUPS_PER_BLOCK = 256  # more would only lessen the noise of the choice of groups, small beside that of the block
 
 
-class GroupRule(NamedTuple):
-    """An estimator sum_i w_i g_i over one group: w_i = A_i / K, or A_i / sum_j length_j with ``token_mean``."""
-
-    advantage: str  # a kind of advantages.group_advantages
-    token_mean: bool = False
-    drop_equal: bool = False  # groups whose rewards are all equal are thrown away and sampled anew
-
-    def weights(self, rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """w (..., K) from rewards and lengths (..., K)."""
-        advantages = group_advantages(rewards, self.advantage, lengths)
-        return advantages / (lengths.sum(-1, keepdims=True) if self.token_mean else rewards.shape[-1])
-
-    def kept(self, rewards: np.ndarray) -> np.ndarray:
-        """1.0 for each group (...,) that is used, 0.0 for one that is dropped."""
-        equal = (rewards == rewards[..., :1]).all(-1)
-        return 1.0 - equal if self.drop_equal else np.ones(equal.shape)
-
-
 class GroupMoments(NamedTuple):
-    """Moments of a group's ghat, dropped groups counting as 0; each (...,) float64, or NaN where B is too small."""
+    """Moments of a group's ghat = (1/K) sum_i A_i g_i; each (...,) float64, or NaN where B is too small.
 
-    kept: np.ndarray  # P(keep)
+    A silent group (all rewards equal) has ghat = 0 under every kind of advantage. So these are also the moments of
+    ghat times the indicator of a group that is kept, where silent groups are dropped.
+    """
+
     square: np.ndarray  # E||ghat||^2, needs K <= B
     disjoint: np.ndarray  # ||E ghat||^2, needs 2 K <= B
     inner: np.ndarray  # <E ghat, theta>, needs K + 2 <= B
@@ -61,20 +46,22 @@ def group_moments(
     gram: np.ndarray,
     rewards: np.ndarray,
     lengths: np.ndarray,
-    rule: GroupRule,
+    kind: str,
     group_size: int,
     n_groups: int = GROUPS_PER_BLOCK,
 ) -> GroupMoments:
-    """Unbiased moments of one rule at one K from a block: gram (..., B, B), rewards and lengths (..., B)."""
+    """Unbiased moments of one kind of advantage (``group_advantages``) at one K from a block.
+
+    gram (..., B, B), rewards and lengths (..., B).
+    """
     size, lead = gram.shape[-1], rewards.shape[:-1]
     nothing = np.full(lead, np.nan)
     if group_size > size:
-        return GroupMoments(nothing, nothing, nothing, nothing)
+        return GroupMoments(nothing, nothing, nothing)
     members = partitions(size, group_size, n_groups)
     n_partitions, per_partition, _ = members.shape
-    grouped, kept = rewards[..., members], rule.kept(rewards[..., members])
     weights = np.zeros((*lead, n_partitions, per_partition, size))
-    values = rule.weights(grouped, lengths[..., members]) * kept[..., None]
+    values = group_advantages(rewards[..., members], kind, lengths[..., members]) / group_size
     np.put_along_axis(weights, np.broadcast_to(members, values.shape), values, axis=-1)
 
     flat = weights.reshape(*lead, -1, size)
@@ -88,7 +75,7 @@ def group_moments(
         disjoint = pairs.mean(-1)
     if group_size + 2 <= size:
         inner = (images * _rest_estimates(members, rewards)).sum(-1).mean(-1)
-    return GroupMoments(kept.mean((-2, -1)), squares.mean((-2, -1)), disjoint, inner)
+    return GroupMoments(squares.mean((-2, -1)), disjoint, inner)
 
 
 def _rest_estimates(members: np.ndarray, rewards: np.ndarray) -> np.ndarray:

@@ -20,14 +20,15 @@ from typing import Any
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.durable_files import (one_line_errors, read_finished_rows, to_json_line, truncate_file,
                                                write_bytes_atomic, write_json)
-from Gradient_evaluation.tables import Row, oracle_row
+from Gradient_evaluation.tables import ADDED_LATER, Row, oracle_row
 
 
 IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
 # What of a run's identity is no flag by its own name: the flags it comes from, or what else.
 FROM_FLAGS = {"block_sizes": ("M", "K_list", "block_size", "estimators"), "sketched": ("estimators",), "greedy": ("estimators",),
               "sketched_at": ("K_list",)}
-FROM_ELSEWHERE = {"prompt_format": "the tokenizer and chat template of --model",
+FROM_ELSEWHERE = {"template_date": "the clock, as the chat template prints the date",
+                  "prompt_format": "the tokenizer and chat template of --model",
                   "model_fingerprint": "the weights and config of --model"}
 
 
@@ -126,6 +127,12 @@ def _parts(table: Path) -> list[Path]:
     return sorted(table.parent.glob(f".{glob.escape(table.name)}.rank*"))
 
 
+def left_rows(table: Path) -> Iterator[dict]:
+    """The rows that stopped runs have left in a table and its parts, unchecked."""
+    for path in (table, *_parts(table)) if table.parent.is_dir() else ():
+        yield from read_finished_rows(path)[0]
+
+
 def continue_table(table: Path, identity: dict, rows: Sequence[Row]) -> dict[int, dict]:
     """{prompt id: row} of what stopped runs have left; a torn last line is cut off and sampled again.
 
@@ -138,7 +145,8 @@ def continue_table(table: Path, identity: dict, rows: Sequence[Row]) -> dict[int
         found, size = read_finished_rows(path)
         for number, row in enumerate(found, 1):
             where = f"{path}, line {number}"
-            missing = [name for name in ("prompt", "ground_truth", "V_oracle", *identity) if name not in row]
+            missing = [name for name in ("prompt", "ground_truth", "V_oracle", *identity)
+                       if name not in row and name not in ADDED_LATER]
             if missing:
                 raise UserError(f"{where}: not a row of this script (no {missing[0]}); pass --overwrite to start afresh, "
                                 "or another --out_dir")
@@ -171,7 +179,7 @@ def refuse_difference(where: str, found: dict, identity: dict, flags: dict | Non
     flags: {name: value} of this run's flags that ``FROM_FLAGS`` names, to compare with those kept in ``found``.
     """
     for name, value in identity.items():
-        if found.get(name) != value:
+        if found.get(name, ADDED_LATER.get(name)) != value:
             then, now = _difference(name, found, value, flags or {})
             raise UserError(f"{where}: made with {then}, this run has {now}; use the same, pass --overwrite to start afresh, "
                             "or choose another output folder")

@@ -7,7 +7,7 @@
         --oracle_table outputs/qwen/oracle_v_n1000_Qwen2.5-0.5B-Instruct.jsonl --save_json outputs/qwen
     python Gradient_evaluation/run_tracecov.py --from_grams outputs/demo/grams --K_list 2 3 5 --save_json outputs/any_K
 
-For T prompts of the oracle table it samples M * max(K_list) continuations each, builds the Gram matrix of their
+For T prompts, drawn from the oracle table by --seed, it samples M * max(K_list) continuations each, builds the Gram matrix of their
 scores over all parameters (score_gram.py), and computes from it the traces of the vanilla, GRPO and oracle
 estimators at every group size at once (estimators.py). Each prompt's Gram is stored as soon as it is done: run the
 command again and it continues, or give --from_grams to compute other group sizes without a model.
@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, one_line_while_importing, run  # noqa: E402
+from Gradient_evaluation.cli import (MOST_CONTINUATIONS, Parser, UserError, group_sizes, integer,  # noqa: E402
+                                     one_line_while_importing, run)
 
 if __name__ == "__main__":
     one_line_while_importing()
@@ -36,24 +37,26 @@ from Gradient_evaluation.flags import GRAM_DTYPES, add_shared_flags  # noqa: E40
 # The flags that --from_grams heeds; every other one says how Grams are made.
 WITH_FROM_GRAMS = ("--from_grams", "--K_list", "--estimators", "--budget", "--save_json", "--plot_path", "--skip_plot", "--quiet")
 # Flags that decide how Grams are cut and which prompts there are; run.json keeps them, for messages and --from_grams.
-KEPT = ("T", "M", "K_list", "block_size", "estimators")
+KEPT = ("T", "M", "K_list", "block_size", "estimators", "subsample_prompts")
 
 
 def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     add_shared_flags(parser)
-    parser.add_argument("--oracle_table", help="JSONL table of calculate_oracle_v.py")
-    parser.add_argument("--T", type=integer(1), default=500, help="prompts, fewer if the table has fewer (%(default)s)")
+    parser.add_argument("--oracle_table", help="table of calculate_oracle_v.py, JSONL or parquet")
+    parser.add_argument("--T", type=integer(1), default=500,
+                        help="prompts, drawn at random by --seed; fewer if the table has fewer (%(default)s)")
     parser.add_argument("--M", type=integer(1), default=16, help="repeats at the largest group size (%(default)s)")
     parser.add_argument("--K_list", nargs="+", default=["4", "8", "16", "32", "64"], metavar="K",
                         help="group sizes (4 8 16 32 64)")
     parser.add_argument("--gen_bs", type=integer(1), default=64, help="continuations sampled at a time (%(default)s)")
-    parser.add_argument("--subsample_prompts", action="store_true",
-                        help="draw the T prompts at random by --seed instead of taking the first T")
+    parser.add_argument("--subsample_prompts", nargs="?", type=integer(1), metavar="N",
+                        help="draw N rows of the table first, by --seed, and the T prompts from these; without N: no effect, "
+                             "the T prompts are drawn from the whole table")
     parser.add_argument("--block_size", type=integer(4),
                         help="continuations per Gram, at least 4; less takes less memory (max(K_list), twice that for some "
                              "--estimators)")
-    parser.add_argument("--gram_memory", type=integer(1), default=64, help="MiB of a temporary in a Gram (%(default)s)")
+    parser.add_argument("--gram_memory", type=integer(1, 2**24), default=64, help="MiB of a temporary in a Gram (%(default)s)")
     parser.add_argument("--gram_dtype", choices=GRAM_DTYPES, default="float32",
                         help="of the products in a Gram; bfloat16 is faster where the hardware has it (%(default)s)")
     parser.add_argument("--estimators", nargs="+", default=[], metavar="NAME",
@@ -67,11 +70,11 @@ def parse_args():
                         help="also the traces of every module: by_layer in the results, the largest are printed")
     parser.add_argument("--budget", type=integer(2), metavar="N",
                         help="also the predicted MSE of every G at N = B*G continuations per step")
-    parser.add_argument("--sketch_dim", type=integer(0), default=16,
+    parser.add_argument("--sketch_dim", type=integer(0, 2**20), default=16,
                         help="size of the gradient sketches behind the group-size law, 0 for none (%(default)s)")
     parser.add_argument("--allow_mismatch", action="store_true", help="take a table made under another law")
     parser.add_argument("--from_grams", metavar="DIR", help="recompute from stored Grams alone, without a model")
-    parser.add_argument("--save_json", default="outputs/tracecov", help="folder of results and Grams (%(default)s)")
+    parser.add_argument("--save_json", help="folder of results and Grams (required)")
     parser.add_argument("--plot_path", help="folder of the figure (that of --save_json)")
     parser.add_argument("--skip_plot", action="store_true", help="no figure")
     args = parser.parse_args()
@@ -80,6 +83,9 @@ def parse_args():
         parser.error(f"{', '.join(without_effect)}: no effect with --from_grams, which takes what made the Grams from "
                      f"{args.from_grams}/run.json; leave out")
     args.K_list = group_sizes(args.K_list)
+    if not args.from_grams and args.M * args.K_list[-1] > MOST_CONTINUATIONS:
+        parser.error(f"--M {args.M} times the largest of --K_list is {args.M * args.K_list[-1]} continuations of each prompt, "
+                     "more than memory can hold; lower one of them")
     args.plot_path = args.plot_path or args.save_json
     try:
         names = ESTIMATORS if args.estimators == ["all"] else args.estimators
@@ -94,6 +100,8 @@ def parse_args():
         parser.error("--sketch_dim must be 0 or at least 2, got 1")
     if not (args.oracle_table or args.from_grams):
         parser.error("give --oracle_table (from calculate_oracle_v.py) or --from_grams")
+    if not args.save_json:
+        parser.error("--save_json is required: the folder of results and Grams")
     return args
 
 
@@ -104,11 +112,12 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from Gradient_evaluation import gram_store, group_size_report  # noqa: E402
+from Gradient_evaluation.chat_template import Chat  # noqa: E402
 from Gradient_evaluation.durable_files import write_json  # noqa: E402
-from Gradient_evaluation.law_and_prompts import law_of, law_record, tokenised  # noqa: E402
+from Gradient_evaluation.law_and_prompts import chat_from, law_of, law_record, tokenised  # noqa: E402
 from Gradient_evaluation.memory import limited_memory, tune_allocator  # noqa: E402
-from Gradient_evaluation.models import (fingerprint, load_model, load_tokenizer, model_label, resolve_dtype,  # noqa: E402
-                                        warn_of_risks, weights_digest)
+from Gradient_evaluation.models import (device_line, fingerprint, load_model, load_tokenizer, model_label,  # noqa: E402
+                                        resolve_dtype, warn_of_risks, weights_digest)
 from Gradient_evaluation.processes import Processes  # noqa: E402
 from Gradient_evaluation.progress import Progress  # noqa: E402
 from Gradient_evaluation.prompt_measurement import Measurement, block_sizes, planned_block_size  # noqa: E402
@@ -134,21 +143,32 @@ class Plan(NamedTuple):
 
     grams: Path  # folder of the Gram files
     identity: dict  # of the run, without the weights' fingerprint
-    chosen: list[tuple[int, Row, list[int]]]  # place in the table, row, token ids of the prompt
+    chosen: list[tuple[int, Row, list[int]]]  # as drawn: index in the table, row, token ids of the prompt
     todo: list[tuple[int, Row, list[int]]]  # those of them without a Gram file
     n_long: int  # prompts left out as too long
 
 
-def choose_rows(rows: list[Row], args, tokenizer) -> tuple[list[tuple[int, Row, list[int]]], int]:
-    """T rows of the oracle table with their places in it and token ids, and how many rows were too long."""
+def drawn(n: int, T: int, subsample: int | None, seed: int) -> list[int]:
+    """Indices of T rows of a table of n, in the order in which they are measured: the paper's released choice.
+
+    ``subsample`` rows are drawn where the table has more; these are shuffled, by a generator of the same seed, and the
+    first T taken. So the prompts of a smaller T are the first of a larger, and an interrupted run a random sample.
+    """
+    order = list(range(n))
+    if subsample is not None and subsample < n:
+        order = np.random.default_rng(seed).choice(n, size=subsample, replace=False).tolist()
+    np.random.default_rng(seed).shuffle(order)
+    return order[:T]
+
+
+def choose_rows(rows: list[Row], args, tokenizer, chat: Chat) -> tuple[list[tuple[int, Row, list[int]]], int]:
+    """The drawn rows of the oracle table with their index in it and token ids, and how many rows were too long."""
     place, n_long = {row.prompt_id: i for i, row in enumerate(rows)}, 0
     if args.skip_long:
-        rows, prompts, n_long = tokenised(rows, args, tokenizer)
-    picked = np.arange(min(args.T, len(rows)))
-    if args.subsample_prompts and args.T < len(rows):
-        picked = np.sort(np.random.default_rng(args.seed).choice(len(rows), args.T, replace=False))
+        rows, prompts, n_long = tokenised(rows, args, tokenizer, chat)
+    picked = drawn(len(rows), args.T, args.subsample_prompts, args.seed)
     rows = [rows[i] for i in picked]
-    prompts = [prompts[i] for i in picked] if args.skip_long else tokenised(rows, args, tokenizer)[1]
+    prompts = [prompts[i] for i in picked] if args.skip_long else tokenised(rows, args, tokenizer, chat)[1]
     return [(place[row.prompt_id], row, prompt_ids) for row, prompt_ids in zip(rows, prompts)], n_long
 
 
@@ -160,9 +180,12 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     check_ground_truths(rows, args.reward)
     warn_of_risks(args.model, args.trust_remote_code)
     tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
-    law = law_record(args, tokenizer)
+    record = Path(args.save_json) / "grams" / IDENTITY
+    earlier = [read_identity(record)] if record.exists() and not args.overwrite else []
+    chat = chat_from(args, tokenizer, [*(row.columns for row in rows), *earlier])
+    law = law_record(args, tokenizer, chat)
     check_law(rows, law, args.oracle_table, args.allow_mismatch)
-    chosen, n_long = choose_rows(rows, args, tokenizer)
+    chosen, n_long = choose_rows(rows, args, tokenizer, chat)
     identity = {**law, "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
                 "params": args.params, "by_layer": args.by_layer, "sketch_dim": args.sketch_dim,
                 "greedy": "greedy" in args.estimators, "gram_dtype": args.gram_dtype, "sketched": sketched,
@@ -176,13 +199,26 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     if args.overwrite:
         todo = chosen
     elif (grams / IDENTITY).exists():
-        refuse_difference(str(grams / IDENTITY), read_identity(grams / IDENTITY), identity, kept_flags(args))
+        found = read_identity(grams / IDENTITY)
+        refuse_difference(str(grams / IDENTITY), found, identity, kept_flags(args))
+        note_older_choice(grams, found, chosen)
     return Plan(grams, identity, chosen, todo, n_long)
+
+
+def note_older_choice(grams: Path, found: dict, chosen: list[tuple[int, Row, list[int]]]) -> None:
+    """Say where a folder was begun when a run took the first T rows of its table, and has Grams of prompts not drawn."""
+    if "subsample_prompts" in (found.get("flags") or {}):
+        return
+    drawn_now = {gram_store.path_of(grams, row.prompt_id).name for _, row, _ in chosen}
+    others = sum(path.name not in drawn_now for path in grams.glob("*.npz"))
+    if others:
+        print(f"note: {grams}: begun when a run took the first T rows; now they are drawn at random by --seed. {others} of its "
+              "Grams are of prompts that are not drawn; they stay, unused, and --from_grams reads them", file=sys.stderr)
 
 
 def is_measured(plan: Plan, args) -> bool:
     """Whether an earlier run has left every Gram and its checks, made with the weights that are there now."""
-    if plan.todo or "self_audit" not in read_checks(plan.grams) or not (plan.grams / IDENTITY).exists():
+    if plan.todo or not {"self_audit", "sampler_check"} <= set(read_checks(plan.grams)) or not (plan.grams / IDENTITY).exists():
         return False
     return read_identity(plan.grams / IDENTITY).get("weights_digest") == weights_digest(args.model, args.revision)
 
@@ -203,6 +239,8 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> N
     """Measure what the plan leaves to do, this process its share of it; every Gram is on disk once it is done."""
     tokenizer = load_tokenizer(args.model, args.revision, args.trust_remote_code)
     tune_allocator(processes.device)
+    if args.device == "auto" and processes.is_first and not args.quiet:
+        print(device_line(processes.device, dtype), file=sys.stderr)
     model = load_model(args.model, args.revision, processes.device, dtype, args.trust_remote_code)
     fingerprints = processes.gather(fingerprint(model))
     processes.from_first(begin, plan, args, fingerprints)
@@ -215,11 +253,14 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> N
           Progress(len(plan.chosen), done, "reward", args.quiet, processes) as progress):
         if processes.is_first:
             _, row, prompt_ids = plan.chosen[0]
+            if "sampler_check" not in checks:  # a law does not change while a run is continued
+                checks["sampler_check"] = finite_at(row, measurement.check_sampler, row, prompt_ids)
             checks["self_audit"] = finite_at(row, measurement.audit, row, prompt_ids)
             write_json(plan.grams / CHECKS, checks)
+        order = {row.prompt_id: position for position, (_, row, _) in enumerate(plan.chosen)}
         for place, row, prompt_ids in processes.share(plan.todo):
             record = finite_at(row, measurement.measure, row, prompt_ids, place)
-            record.save(plan.grams)
+            replace(record, order=order[row.prompt_id]).save(plan.grams)
             progress.done(float(record.rewards.mean()), len(record.rewards))
     smallest = min(processes.gather(measurement.generation.size))
     if processes.is_first and smallest < checks["gen_bs"]:
@@ -227,11 +268,12 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> N
 
 
 def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
-    """The Gram records of the chosen prompts, with the oracle values their table has now."""
-    for place, row, _ in plan.chosen:
+    """The Gram records of the chosen prompts in the order of the table, with the oracle values it has now."""
+    for order, (place, row, _) in sorted(enumerate(plan.chosen), key=lambda each: each[1][0]):
         record = gram_store.load(gram_store.path_of(plan.grams, row.prompt_id))
-        current = replace(record, index=place, oracle_value=row.oracle_value, n_oracle=row.oracle_samples)
-        if (current.index, current.oracle_value, current.n_oracle) != (record.index, record.oracle_value, record.n_oracle):
+        now = {"index": place, "order": order, "oracle_value": row.oracle_value, "n_oracle": row.oracle_samples}
+        current = replace(record, **now)
+        if any(getattr(record, name) != value for name, value in now.items()):
             current.save(plan.grams)
         yield current
 

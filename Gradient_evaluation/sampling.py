@@ -5,25 +5,29 @@ continuation. So one ``SamplingLaw`` serves both sides here: ``sample_continuati
 ``log_probs`` evaluates it. Nothing is read from the checkpoint's generation_config but its end-of-sequence
 ids; a hidden top_k, repetition_penalty or temperature there changes nothing.
 
-Random numbers are counter-based (``uniforms``): continuation number i of a prompt is the same whatever the
-batch size, the order of prompts, or how often the run was stopped. Half-precision models promise less: their
-logits move with the batch shape, so a draw next to a boundary can fall on the other side.
+Random numbers are counter-based (``uniforms``): continuation number i of a prompt does not depend on the order of
+prompts or on how often the run was stopped. Nor does it depend on the batch size, but for rounding: logits move with
+the shape of the batch and with the processor (by about 1e-7 in float32, 1e-2 in half precision), and a draw that lies so
+near to the boundary between two tokens can fall on the other side.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from Gradient_evaluation.growing_cache import let_grow
+from Gradient_evaluation.growing_cache import choose_rows, let_grow
+from Gradient_evaluation.stop_strings import StopStrings, decode_text, stop_token_ids
 from Gradient_evaluation.thin_products import thin_products
-from Gradient_evaluation.vocabulary import TokenLogProb, draw_from_nucleus, inverse_cdf, nucleus
+from Gradient_evaluation.vocabulary import Draw, TokenLogProb, draw_from_nucleus, inverse_cdf, nucleus
 
 COMPACT_BELOW = 0.75  # finished rows leave the batch once fewer than this share of it is still going
 
@@ -33,7 +37,7 @@ class SamplingLaw:
     """The distribution of a continuation: temperature, then top_k, then top_p, until EOS, stop or the limit.
 
     temperature > 0; top_k = 0 keeps every token; top_p in (0, 1]; max_new_tokens >= 1; ``stop`` are strings
-    whose completion ends the continuation.
+    whose completion ends the continuation; one that is a special token ends it as EOS does.
     """
 
     temperature: float = 1.0
@@ -49,12 +53,46 @@ class Continuation:
 
     tokens: its token ids, the first end-of-sequence token included when there is one; ended: whether the last
     token is that end-of-sequence token; text: the decoded text the reward reads (no special tokens, and only
-    what precedes a stop string).
+    what precedes a stop string); log_probs: log pi of each token under the law as the draw saw it, (len(tokens),) in
+    float32 or better; log_kept: at each token, the log of the share of probability that top_k and top_p left. Both are
+    None where something else made the tokens. Two continuations of the same tokens are equal, whatever rounding made of
+    these numbers.
     """
 
     tokens: tuple[int, ...]
     ended: bool
     text: str
+    log_probs: np.ndarray | None = field(default=None, compare=False, repr=False)
+    log_kept: np.ndarray | None = field(default=None, compare=False, repr=False)
+
+
+def takes_positions(model) -> bool:
+    """Whether the model's forward has ``position_ids``, also under a PEFT wrapper."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return "position_ids" in inspect.signature(inner.forward).parameters
+
+
+def padding_position(model) -> int | None:
+    """The position id that the model keeps for padding tokens, None where it counts all tokens alike.
+
+    RoBERTa and its kin do: token and position of padding have one id, and real tokens count from the next.
+    """
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] == "position_embeddings" and getattr(module, "padding_idx", None) is not None:
+            return module.padding_idx
+    return None
+
+
+def position_ids(padding: int | None, tokens: torch.Tensor) -> torch.Tensor:
+    """The position ids (n, length) of whole sequences ``tokens`` (n, length), counted as the model itself counts them.
+
+    Sampler and scorer both take them from here. padding: see ``padding_position``. Most models count from 0, also those
+    whose table of positions has an offset, which they add to the ids themselves (OPT).
+    """
+    if padding is None:
+        return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    real = tokens != padding
+    return padding + real.cumsum(1) * real
 
 
 def eos_token_ids(model, tokenizer) -> tuple[int, ...]:
@@ -122,15 +160,18 @@ def _divided(logits: torch.Tensor, law: SamplingLaw) -> torch.Tensor:
 
 def draw_tokens(logits: torch.Tensor, u: torch.Tensor, law: SamplingLaw) -> torch.Tensor:
     """Inverse-CDF draw: logits (n, vocabulary), u (n,) float64 in [0, 1) → token ids (n,) int64."""
-    return _draw(logits, u, law)[0]
+    return _draw(logits, u, law).tokens
 
 
-def _draw(logits: torch.Tensor, u: torch.Tensor, law: SamplingLaw) -> tuple[torch.Tensor, torch.Tensor]:
-    """``draw_tokens``, and whether the logits were finite (or -inf): a bool () on their device."""
-    logits = _divided(logits, law)
+def _draw(logits: torch.Tensor, u: torch.Tensor, law: SamplingLaw) -> Draw:
+    """``draw_tokens`` with what else is known of the draw; ``log_kept`` is what top_k and top_p leave together."""
+    logits, log_kept = _divided(logits, law), 0.0
     if 0 < law.top_k < logits.shape[-1]:
+        whole = logits.logsumexp(-1)
         logits = logits.masked_fill(~kept_tokens(logits, replace(law, top_p=1.0)), -torch.inf)
-    return inverse_cdf(logits, u) if law.top_p == 1.0 else draw_from_nucleus(logits, u, law.top_p)
+        log_kept = logits.logsumexp(-1) - whole
+    drawn = inverse_cdf(logits, u) if law.top_p == 1.0 else draw_from_nucleus(logits, u, law.top_p)
+    return drawn._replace(log_kept=drawn.log_kept + log_kept)
 
 
 @torch.inference_mode()
@@ -140,9 +181,13 @@ def sample_continuations(model, tokenizer, prompt_ids: Sequence[int], u: np.ndar
 
     prompt_ids: token ids of the prompt; u: float64 (n, law.max_new_tokens) from ``uniforms``. The prompt is
     run once; its cache is copied to every batch. Raises FloatingPointError when a logit is not finite.
+
+    The model counts the prompt's positions itself; those of decoded tokens are handed to it (``position_ids``), for
+    some models (Bamba, RoBERTa after a padding token) lose count when they see one token and a cache.
     """
     device = model.device
-    eos = eos_token_ids(model, tokenizer)
+    counted = partial(position_ids, padding_position(model)) if takes_positions(model) else None
+    eos = (*eos_token_ids(model, tokenizer), *stop_token_ids(tokenizer, law.stop))
     prompt = torch.tensor([list(prompt_ids)], device=device)
     prefill = model(input_ids=prompt, attention_mask=torch.ones_like(prompt), use_cache=True, logits_to_keep=1)
     prompt_cache = getattr(prefill, "past_key_values", None)
@@ -151,33 +196,35 @@ def sample_continuations(model, tokenizer, prompt_ids: Sequence[int], u: np.ndar
         for start in range(0, len(u), batch_size):
             rows_u = torch.from_numpy(u[start:start + batch_size]).to(device)
             cache = copy.deepcopy(prompt_cache) if isinstance(prompt_cache, Cache) else None
-            drawn += _decode(model, tokenizer, prompt, prefill.logits[:, -1], cache, rows_u, law, eos)
+            drawn += _decode(model, tokenizer, prompt, prefill.logits[:, -1], cache, rows_u, law, eos, counted)
     return drawn
 
 
-def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos) -> list[Continuation]:
+def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos, counted) -> list[Continuation]:
     """One batch of ``sample_continuations``: decode until every row has ended or reached the limit."""
     n, limit = u.shape
     eos_tensor = torch.tensor(eos, dtype=torch.int64, device=u.device)
     tokens = torch.zeros(n, limit, dtype=torch.int64, device=u.device)
+    values = torch.zeros(2, n, limit, dtype=_divided(first_logits[:0], law).dtype, device=u.device)
     ended = torch.zeros(n, dtype=torch.bool, device=u.device)
     rows = torch.arange(n, device=u.device)
     logits = first_logits.expand(n, -1)
     if cache is not None:
-        cache.reorder_cache(torch.zeros_like(rows))
+        choose_rows(cache, torch.zeros_like(rows))
         let_grow(cache, prompt.shape[1] + limit)
     # Looking at ``ended`` makes the host wait for a GPU; a few decoded tokens too many cost less.
     check_every = 1 if u.device.type == "cpu" else 4
     finite = torch.ones((), dtype=torch.bool, device=u.device)
+    stops = StopStrings(tokenizer, law.stop, eos, n)
     for position in range(limit):
-        step, sound = _draw(logits, u[rows, position], law)
+        step, values[0, rows, position], values[1, rows, position], sound = _draw(logits, u[rows, position], law)
         finite &= sound
         tokens[rows, position] = step
         ended[rows] |= torch.isin(step, eos_tensor)
         if position + 1 == limit:
             break
         if (position + 1) % check_every == 0:
-            _mark_stopped(tokenizer, tokens[:, :position + 1], ended, law.stop)
+            stops.look(tokens[:, :position + 1], ended)
             going = ~ended[rows]
             count = int(going.sum())
             if count == 0:
@@ -185,49 +232,37 @@ def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos) -> list[
             if count < COMPACT_BELOW * len(rows):
                 rows, step = rows[going], step[going]
                 if cache is not None:
-                    cache.reorder_cache(going.nonzero().squeeze(-1))
-        logits, cache = _next_logits(model, prompt, tokens[rows, :position + 1], cache)
+                    choose_rows(cache, going.nonzero().squeeze(-1))
+        logits, cache = _next_logits(model, prompt, tokens[rows, :position + 1], cache, counted)
     if not finite:
         raise FloatingPointError("the model's logits are not finite")
-    return [_continuation(tokenizer, row, eos, law.stop) for row in tokens[:, :position + 1].tolist()]
+    stops.look(tokens[:, :position + 1], ended)
+    drawn = [_continuation(tokenizer, row, eos, stops.found.get(i)) for i, row in enumerate(tokens[:, :position + 1].tolist())]
+    return [replace(each, log_probs=value[:len(each.tokens)].copy(), log_kept=kept[:len(each.tokens)].copy())
+            for each, value, kept in zip(drawn, *values[:, :, :position + 1].cpu().numpy())]
 
 
-def _next_logits(model, prompt, so_far, cache):
-    """Logits (rows, vocabulary) after ``so_far`` (rows, t) and the grown cache; without one, the whole again."""
+def _next_logits(model, prompt, so_far, cache, counted):
+    """Logits (rows, vocabulary) after ``so_far`` (rows, t) and the grown cache; without one, the whole again.
+
+    counted: tokens of whole sequences → their position ids; None for a model that takes none.
+    """
+    whole = torch.cat([prompt.expand(len(so_far), -1), so_far], dim=1)
+    seen = torch.ones_like(whole)
     if cache is None:
-        whole = torch.cat([prompt.expand(len(so_far), -1), so_far], dim=1)
-        output = model(input_ids=whole, attention_mask=torch.ones_like(whole), use_cache=False, logits_to_keep=1)
+        output = model(input_ids=whole, attention_mask=seen, use_cache=False, logits_to_keep=1)
         return output.logits[:, -1], None
-    seen = torch.ones(len(so_far), prompt.shape[1] + so_far.shape[1], dtype=torch.int64, device=prompt.device)
+    positions = {} if counted is None else {"position_ids": counted(whole)[:, -1:]}
     output = model(input_ids=so_far[:, -1:], attention_mask=seen, past_key_values=cache, use_cache=True,
-                   logits_to_keep=1)
+                   logits_to_keep=1, **positions)
     return output.logits[:, -1], output.past_key_values
 
 
-def decode_text(tokenizer, tokens: Sequence[int]) -> str:
-    """The text of token ids without special tokens, spaces as they are."""
-    return tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def _mark_stopped(tokenizer, tokens, ended, stop: Sequence[str]) -> None:
-    """Set ``ended`` where the text of a row still going contains a stop string."""
-    if not stop:
-        return
-    for row in (~ended).nonzero().squeeze(-1).tolist():
-        text = decode_text(tokenizer, tokens[row].tolist())
-        ended[row] = any(string in text for string in stop)
-
-
-def _continuation(tokenizer, row: list[int], eos: Sequence[int], stop: Sequence[str]) -> Continuation:
-    """Cut a decoded row after its first end-of-sequence token or the token that completes a stop string."""
+def _continuation(tokenizer, row: list[int], eos: Sequence[int], stopped: tuple[int, str] | None) -> Continuation:
+    """Cut a decoded row where a stop string ended it, (tokens, text before it), or after its first end-of-sequence token."""
+    if stopped is not None:
+        length, text = stopped
+        return Continuation(tuple(row[:length]), False, text)
     end = next((i + 1 for i, token in enumerate(row) if token in eos), None)
     tokens = row if end is None else row[:end]
-    text = decode_text(tokenizer, tokens if end is None else tokens[:-1])
-    if not any(string in text for string in stop):
-        return Continuation(tuple(tokens), end is not None, text)
-    for length in range(1, len(tokens) + 1):
-        text = decode_text(tokenizer, tokens[:length])
-        places = [text.find(string) for string in stop if string in text]
-        if places:
-            return Continuation(tuple(tokens[:length]), False, text[:min(places)])
-    raise AssertionError("a stop string of the whole text is in no prefix of it")
+    return Continuation(tuple(tokens), end is not None, decode_text(tokenizer, tokens if end is None else tokens[:-1]))

@@ -13,29 +13,24 @@ compares, parameter by parameter, with one ordinary backward.
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
-from Gradient_evaluation import gram_rules
+from Gradient_evaluation import gram_rules, self_audit
 from Gradient_evaluation.checkpointing import check_checkpointable, checkpointed_layers
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.gradient_sketch import GradientSketch
-from Gradient_evaluation.gram_capture import GramCapture
+from Gradient_evaluation.gram_capture import GramCapture, leading_with_batch
 from Gradient_evaluation.prompt_activations import prompt_kept_once
 from Gradient_evaluation.prompt_sharing import shared_prompt
-from Gradient_evaluation.sampling import Continuation, SamplingLaw, log_probs
-
-# Relative error allowed between w^T Q w and an ordinary backward, by the model's dtype (some models compute
-# their norms in float32 whatever their dtype, so float64 is held to 1e-6 only).
-AUDIT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+from Gradient_evaluation.sampling import Continuation, SamplingLaw, log_probs, padding_position, position_ids, takes_positions
+from Gradient_evaluation.self_audit import requires_grad
 
 
 @dataclass(frozen=True)
@@ -68,6 +63,7 @@ class ScoreGram:
                  params: str | None = None, sketch_dim: int = 0, sketch_seed: int = 0,
                  gradient_checkpointing: bool = False, gram_dtype: str = "float32"):
         self.model = model.eval()
+        self.sampled_law = law
         self.law = law if scoring == "exact" else SamplingLaw()
         self.score_eos = scoring == "exact"
         self.budget = budget
@@ -85,12 +81,13 @@ class ScoreGram:
         self.names = {id(p): name for name, p in chosen.items()}
         self.parameters = {id(p): p for p in chosen.values()}
         self.modules = sorted({_module_of(name) for name in chosen}, key=_natural_order)
-        self.takes_positions = "position_ids" in inspect.signature(_innermost(model).forward).parameters
+        self.takes_positions, self.padding_position = takes_positions(model), padding_position(model)
         self.sketch = None
         if sketch_dim:
             named = {key: (self.names[key], p) for key, p in self.parameters.items()}
             self.sketch = GradientSketch(named, sketch_dim, sketch_seed)
         self._said: set[str] = set()
+        self._leading: set[nn.Module] | None = None  # modules whose inputs and outputs lead with the batch
         for p in model.parameters():
             p.requires_grad_(False)
 
@@ -117,35 +114,11 @@ class ScoreGram:
         return grams.cpu().numpy()
 
     def audit(self, prompt_ids: Sequence[int], continuations: Sequence[Continuation], seed: int = 0) -> dict:
-        """Compare every parameter's Gram with one ordinary backward → {"parameters", "max_relative_error", ...}.
+        """Compare every parameter's Gram with one ordinary backward → the record of the audit (self_audit.py).
 
-        For random signs w, w^T Q_p w must equal ||grad_p sum_i w_i log pi_i||^2 for each parameter p; the error
-        is relative to the larger of that and tr Q_p, or to the dtype's rounding of the whole tr Q where both are
-        below it (a key bias without rotary positions has gradient 0). Each gradient is reduced and freed as it
-        arrives. Raises UserError naming the module when an error exceeds the dtype's tolerance.
+        Raises UserError naming the module when one is measured wrongly.
         """
-        by_parameter, _, _ = self._grams(prompt_ids, continuations)
-        signs = np.random.default_rng(seed).choice([-1.0, 1.0], size=len(continuations))
-        truth = self._ordinary_backward(prompt_ids, continuations, signs)
-        w = torch.from_numpy(signs)
-        dtypes = {p.dtype for p in self.parameters.values()}
-        if self.gram_dtype is not None:
-            dtypes.add(self.gram_dtype)
-        tolerance = max(AUDIT_TOLERANCE[dtype] for dtype in dtypes)
-        rounding = max(torch.finfo(dtype).eps for dtype in dtypes)
-        negligible = rounding * sum(float(q.trace()) for q in by_parameter.values())
-        errors = {}
-        for key, name in self.names.items():
-            q = by_parameter[key].cpu()
-            scale = max(truth[key], float(q.trace()), negligible)
-            errors[name] = abs(float(w @ q @ w) - truth[key]) / scale if scale > 0 else 0.0
-        worst = max(errors, key=errors.get)
-        if not errors[worst] <= tolerance:
-            raise UserError(f"self-audit of the score Gram: {worst} is off by {errors[worst]:.1e} of its squared "
-                            f"gradient norm (allowed {tolerance:.0e}); this architecture is not measured right, "
-                            "please report it")
-        return {"parameters": len(errors), "max_relative_error": errors[worst], "worst_parameter": worst,
-                "tolerance": tolerance}
+        return self_audit.audit(self, prompt_ids, continuations, seed)
 
     # -- the forward pass --------------------------------------------------------------------------------
 
@@ -155,21 +128,42 @@ class ScoreGram:
     def _log_probs(self, prompt_ids, continuations) -> torch.Tensor:
         """log pi(Y_i | x) (B,), with its graph. Rows are padded on the right and masked by position."""
         device = self.model.device
+        logits, targets = self._logits(prompt_ids, continuations)
+        scored = torch.zeros(targets.shape, dtype=torch.bool)
+        for row, continuation in enumerate(continuations):
+            scored[row, :self._scored_length(continuation)] = True
+        return log_probs(logits, targets, self.law).masked_fill(~scored.to(device), 0.0).sum(dim=1)
+
+    def _logits(self, prompt_ids, continuations) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits (B, longest, vocabulary), the tokens they are to predict (B, longest), padded with 0)."""
+        device = self.model.device
         longest = max(len(c.tokens) for c in continuations)
         targets = torch.zeros(len(continuations), longest, dtype=torch.int64)
-        scored = torch.zeros(len(continuations), longest, dtype=torch.bool)
         for row, continuation in enumerate(continuations):
             targets[row, :len(continuation.tokens)] = torch.tensor(continuation.tokens)
-            scored[row, :self._scored_length(continuation)] = True
-        targets, scored = targets.to(device), scored.to(device)
+        targets = targets.to(device)
         prompt = torch.tensor([list(prompt_ids)], device=device).expand(len(continuations), -1)
         inputs = torch.cat([prompt, targets[:, :-1]], dim=1)
         settings = {"use_cache": False, "logits_to_keep": longest, "attention_mask": torch.ones_like(inputs)}
         if self.takes_positions:  # one row each, so that learned positions keep a gradient per sample
-            settings["position_ids"] = torch.arange(inputs.shape[1], device=device).expand_as(inputs)
+            settings["position_ids"] = position_ids(self.padding_position, inputs)
         with checkpointed_layers(self.model, self.gradient_checkpointing):
-            logits = self.model(input_ids=inputs, **settings).logits
-        return log_probs(logits, targets, self.law).masked_fill(~scored, 0.0).sum(dim=1)
+            return self.model(input_ids=inputs, **settings).logits, targets
+
+    @torch.no_grad()
+    def logits(self, prompt_ids, continuations) -> tuple[torch.Tensor, torch.Tensor]:
+        """The logits of the scoring pass (B, longest, vocabulary) and the tokens they are to predict (B, longest)."""
+        size, longest = len(continuations), max(len(c.tokens) for c in continuations)
+        leading = self._leading_modules(prompt_ids, continuations)
+        with shared_prompt(leading, size, len(prompt_ids) + longest - 1, len(prompt_ids)):
+            return self._logits(prompt_ids, continuations)
+
+    def _leading_modules(self, prompt_ids, continuations) -> set[nn.Module]:
+        """The modules whose tensors lead with the batch, found once."""
+        if self._leading is None:
+            self._leading = leading_with_batch(
+                self.model, lambda rows: self._log_probs(prompt_ids, list(continuations[:1]) * rows))
+        return self._leading
 
     # -- the Gram ----------------------------------------------------------------------------------------
 
@@ -178,12 +172,13 @@ class ScoreGram:
         sketch = None if weights is None else self.sketch
         if sketch is not None:
             weights = torch.as_tensor(weights, dtype=torch.float64, device=self.model.device)
+        leading = self._leading_modules(prompt_ids, continuations)
         longest = max(len(c.tokens) for c in continuations)
         size, prompt = len(continuations), len(prompt_ids)
         capture = GramCapture(self.model, self.parameters, size, prompt, longest, self.budget, sketch, weights,
-                              self.gram_dtype)
+                              self.gram_dtype, leading)
         length = prompt + longest - 1
-        with capture, shared_prompt(self.model, size, length, prompt), torch.enable_grad():
+        with capture, shared_prompt(leading, size, length, prompt), torch.enable_grad():
             with prompt_kept_once(size, length, prompt):
                 values = self._log_probs(prompt_ids, continuations)
             if values.requires_grad:
@@ -202,7 +197,7 @@ class ScoreGram:
         """Sketches of the parameters the rules cannot read, from one ordinary backward per combination."""
         wanted, rows = [self.parameters[key] for key in keys], []
         for combination in weights if keys else ():
-            with _requires_grad(wanted), torch.enable_grad():
+            with requires_grad(wanted), torch.enable_grad():
                 value = self._log_probs(prompt_ids, continuations)
                 gradients = torch.autograd.grad((value * combination.to(value.dtype)).sum(), wanted,
                                                 allow_unused=True, materialize_grads=True)
@@ -223,7 +218,7 @@ class ScoreGram:
                     for key, start, stop in parts]
             wanted = [self.parameters[key] for key, _, _ in parts]
             for i, continuation in enumerate(continuations):
-                with _requires_grad(wanted), torch.enable_grad():
+                with requires_grad(wanted), torch.enable_grad():
                     value = self._log_probs(prompt_ids, [continuation]).sum()
                     gradients = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
                 for row, gradient, (_, start, stop) in zip(rows, gradients, parts):
@@ -235,7 +230,7 @@ class ScoreGram:
     def _used(self, prompt_ids, continuations, keys) -> list[int]:
         """Those of the parameters that the log-probs depend on at all (a vision tower, say, is not)."""
         wanted = [self.parameters[key] for key in keys]
-        with _requires_grad(wanted), torch.enable_grad():
+        with requires_grad(wanted), torch.enable_grad():
             value = self._log_probs(prompt_ids, continuations).sum()
             if not value.requires_grad:
                 return []
@@ -250,24 +245,6 @@ class ScoreGram:
                   f"rules do not read; measured exactly at {passes} extra backward pass(es) per continuation",
                   file=sys.stderr)
 
-    def _ordinary_backward(self, prompt_ids, continuations, signs: np.ndarray) -> dict[int, float]:
-        """{id of parameter: ||grad sum_i w_i log pi_i||^2}, each gradient freed once it is reduced."""
-        norms = dict.fromkeys(self.parameters, 0.0)
-
-        def reduce(p: nn.Parameter) -> None:
-            norms[id(p)] = float(gram_rules.widen(p.grad).double().square().sum())
-            p.grad = None
-
-        with _requires_grad(self.parameters.values()), torch.enable_grad():
-            hooks = [p.register_post_accumulate_grad_hook(reduce) for p in self.parameters.values()]
-            try:
-                values = self._log_probs(prompt_ids, continuations)
-                (values * torch.from_numpy(signs).to(values)).sum().backward()
-            finally:
-                for hook in hooks:
-                    hook.remove()
-        return norms
-
 
 def _module_of(parameter: str) -> str:
     return parameter.rpartition(".")[0] or parameter
@@ -276,24 +253,6 @@ def _module_of(parameter: str) -> str:
 def _natural_order(name: str) -> list:
     """layers.2 before layers.10."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
-def _innermost(model: nn.Module) -> nn.Module:
-    """The model under a PEFT wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-@contextmanager
-def _requires_grad(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let the parameters collect gradients inside the block only."""
-    parameters = list(parameters)
-    for p in parameters:
-        p.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for p in parameters:
-            p.requires_grad_(False)
 
 
 def _slices(sizes: list[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:

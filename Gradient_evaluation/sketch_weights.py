@@ -1,7 +1,8 @@
 """Which combinations of a block's scores are sketched? GRPO's, and one per estimator whose mean is not theta.
 
 The sketch of sum_i w_i g_i is unbiased for the sketch of an estimator's mean when w_i are its weights, averaged over
-the groups of the block where they depend on the group. Unbiased estimators, and Dr. GRPO, point where GRPO points.
+the groups of the block where they depend on the group. Unbiased estimators, Dr. GRPO, token_mean and
+dynamic_sampling point where GRPO points.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import numpy as np
 
 from Gradient_evaluation.advantages import group_advantages
 from Gradient_evaluation.estimator_table import group_rules
-from Gradient_evaluation.resampled_groups import GroupRule, partitions
+from Gradient_evaluation.resampled_groups import partitions
 
 
 def sketched_names(estimators: Sequence[str]) -> list[str]:
@@ -24,19 +25,20 @@ def sketched_names(estimators: Sequence[str]) -> list[str]:
 def sketch_weights(names: Sequence[str], rewards: np.ndarray, lengths: np.ndarray, K: int) -> np.ndarray:
     """Weights (len(names), B) of one block: rewards and lengths (B,), groups of K where the weights depend on them.
 
-    Where the block is smaller than K the groups are the whole block. Dropped groups count as 0, so the sum over
-    blocks weighs each by its chance to be kept.
+    Where the block is smaller than K the groups are the whole block. Silent groups count as 0, so the sum over
+    blocks weighs each by its chance to be kept. Division by the mean length of the batch is left out: the directions
+    are compared.
     """
-    size, rules = len(rewards), group_rules([name for name in names if name != "grpo"])
+    size, kinds = len(rewards), group_rules([name for name in names if name != "grpo"])
     plain = group_advantages(rewards, "leave_one_out") / size
     ways = {"grpo": plain, "length_normalised": plain / np.maximum(lengths, 1)}
-    return np.stack([ways[name] if name in ways else _over_groups(rules[name], rewards, lengths, min(K, size))
+    return np.stack([ways[name] if name in ways else _over_groups(kinds[name], rewards, lengths, min(K, size))
                      for name in names])
 
 
-def _over_groups(rule: GroupRule, rewards: np.ndarray, lengths: np.ndarray, K: int) -> np.ndarray:
+def _over_groups(kind: str, rewards: np.ndarray, lengths: np.ndarray, K: int) -> np.ndarray:
     members = partitions(len(rewards), K)
-    weights = rule.weights(rewards[members], lengths[members]) * rule.kept(rewards[members])[..., None]
+    weights = group_advantages(rewards[members], kind, lengths[members]) / K
     total = np.zeros(len(rewards))
     np.add.at(total, members.ravel(), weights.ravel())
     return total / (members.shape[0] * members.shape[1])

@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from Gradient_evaluation import estimators
+from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.durable_files import write_json
 from Gradient_evaluation.estimator_table import DEFAULT
 from Gradient_evaluation.group_size_law import group_size_law
+from Gradient_evaluation.integer_answer import check_integer_ground_truth
 from Gradient_evaluation.layer_traces import by_layer
 from Gradient_evaluation.prompt_pairs import SketchPart, prompt_averaged_cosines
 from Gradient_evaluation.tables import Row
@@ -36,7 +38,8 @@ class Notes:
     def passing(self, records: Iterable) -> Iterable:
         """Pass the records on, noting each."""
         for record in records:
-            self.table.append({"prompt": record.prompt, "ground_truth": record.ground_truth,
+            self.table.append({"prompt_index": record.order, "table_row": record.index, "prompt": record.prompt,
+                               "gold": gold_of(record.ground_truth), "ground_truth": record.ground_truth,
                                "V_oracle": record.oracle_value, "n_oracle": record.n_oracle,
                                "mean_reward": float(record.rewards.mean())})
             self.block_sizes.update(len(gram) for gram in record.grams)
@@ -45,6 +48,14 @@ class Notes:
             self.sketches.append(record.sketch)
             self.sketch_names, self.sketch_layout = record.sketch_names, record.sketch_layout
             yield record
+
+
+def gold_of(ground_truth):
+    """The integer that a ground truth means, as the released detailed files have it; any other as it is."""
+    try:
+        return check_integer_ground_truth(ground_truth)
+    except UserError:
+        return ground_truth
 
 
 def results_path(folder: str | Path, label: str) -> Path:
@@ -71,16 +82,29 @@ def write_results(args, records: Iterable, about: dict, label: str, gen_bs: int 
                                        [row["V_oracle"] for row in notes.table], args.K_list, seed=args.seed)
     sizes = {str(size): notes.block_sizes[size] for size in sorted(notes.block_sizes)}
     results = {**summary, **about, "batches": {"gen_bs": gen_bs, "blocks_by_size": sizes}}
-    for K in args.K_list:
+    for position, K in enumerate(args.K_list):
+        averages = {name: curve[position] for name, curve in summary["conditional_on_x"].items()}
         traces = estimators.prompt_trace_covs(prompts, K, args.estimators)
-        columns = {name: _per_prompt(values, len(notes.table)) for name, values in traces.items()}
-        rows = [{**row, "K": K, "trace_cov": {name: column[i] for name, column in columns.items()}}
-                for i, row in enumerate(notes.table)]
-        write_json(detailed_path(folder, label, K), rows)
+        write_json(detailed_path(folder, label, K), detailed(K, notes.table, traces, averages))
     if not args.overwrite and (lost := replaced(results_path(folder, label), results)):
         print(f"note: {lost}", file=sys.stderr)
     write_json(results_path(folder, label), results)
     return results
+
+
+def detailed(K: int, table: Sequence[dict], traces: dict, averages: dict) -> dict:
+    """The detailed file of one K: the released keys, and in every row of ``prompt_results`` also ours.
+
+    table: the rows' other columns, in the order of the oracle table; traces: {estimator: a value per row, or None};
+    averages: {published estimator: mean trace}. The rows are listed in the order in which the prompts were drawn, as
+    in the released files: ``prompt_index`` is the position in it, null for Grams older than that order.
+    """
+    columns = {name: _per_prompt(values, len(table)) for name, values in traces.items()}
+    rows = [{**row, "K": K, "tr_cov": {name: columns[name][i] for name in averages},
+             "trace_cov": {name: column[i] for name, column in columns.items()}} for i, row in enumerate(table)]  # fmt: skip
+    if all(row["prompt_index"] is not None for row in rows):
+        rows.sort(key=lambda row: row["prompt_index"])
+    return {"K": K, "prompt_results": rows, "avg_traces": averages}
 
 
 def replaced(path: Path, results: dict) -> str | None:
@@ -113,13 +137,16 @@ def finished_results(args, label: str, rows: Sequence[Row]) -> dict | None:
         return None
     try:
         results = json.loads(results_path(args.save_json, label).read_text(encoding="utf-8"))
-        detailed = [json.loads(detailed_path(args.save_json, label, K).read_text(encoding="utf-8")) for K in args.K_list]
+        files = [json.loads(detailed_path(args.save_json, label, K).read_text(encoding="utf-8")) for K in args.K_list]
+        tables = [file["prompt_results"] for file in files]
         config = {name: value for name, value in results["config"].items() if name not in NOT_IN_RESULTS}
         found = [[[row["prompt"], row["ground_truth"], row["V_oracle"], row["n_oracle"]] for row in table]
-                 for table in detailed]
+                 for table in tables]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     if not {"estimators", "group_size_law", "score_norm_sq", "on_policy_check"} <= set(results):
+        return None
+    if "split" not in results["score_norm_sq"]:  # made before P(keep) and the batch's tokens were right: compute them again
         return None
     wanted = {name: value for name, value in vars(args).items() if name not in NOT_IN_RESULTS}
     table = [[row.prompt, row.ground_truth, row.oracle_value, row.oracle_samples] for row in rows]
@@ -137,9 +164,8 @@ def law_of(prompts: estimators.PromptMoments, notes: Notes, identity: dict, seed
     layout = [SketchPart(*map(int, part)) for part in notes.sketch_layout] if complete else None
     law = group_size_law(pairs.disjoint, pairs.shared_member - pairs.disjoint, pairs.same_pair - pairs.disjoint,
                          None if sketches is None else sketches[:, 0],
-                         None if isinstance(prompts.oracle_value, str) else prompts.oracle_value,
-                         theta_sq_noise=prompts.theta_sq_noise, sketch_dim=sketch_dim or None, sketch_layout=layout,
-                         seed=seed)
+                         prompts.outcomes, theta_sq_noise=prompts.theta_sq_noise, sketch_dim=sketch_dim or None,
+                         sketch_layout=layout, seed=seed)
     law["cosine_to_gradient"] = {}
     if sketches is not None and sketches.shape[1] > 1:
         if min(notes.block_sizes) < largest:
@@ -182,8 +208,16 @@ def report(results: dict) -> str:
     ratio = "not computed" if check["ratio"] is None else f"{check['ratio']:.1e}{error}"
     lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (within two standard errors of 0 when the scores are "
                  "those of the law that was sampled)")
-    shown = [f"{name} answers " + ("not computed" if norms[name]["mean"] is None else f"{norms[name]['mean']:.4g}")
-             for name in ("right", "wrong")]
+    if check.get("warning"):
+        lines.append(f"warning: {check['warning']}")
+    if compared := results.get("checks", {}).get("sampler_check"):
+        lines.append(f"sampler and scoring pass: log pi of {compared['tokens']} tokens differs by {compared['median_difference']:.1e}"
+                     f" in the median, {compared['largest_difference']:.1e} at most (tolerance {compared['tolerance']:.1e})")
+    split = "above V" not in norms.get("split", "")
+    kinds = {"right": "right answers", "wrong": "wrong answers"} if split else {
+        "right": "rewards above V(x)", "wrong": "rewards not above V(x)"}
+    shown = [f"{text} " + ("not computed" if norms[name]["mean"] is None else f"{norms[name]['mean']:.4g}")
+             for name, text in kinds.items()]
     lines.append(f"squared score norm E||g||^2: {', '.join(shown)}; squared gradient norm ||theta||^2 = "
                  f"{results['theta_norm_sq']:.4g}; {results['n_prompts']} prompts, {results['n_continuations']} continuations")
     return "\n".join(lines)

@@ -2,6 +2,7 @@ r"""Prompts and rewards: what both evaluation scripts, the training workers and 
 
     format_prompt(tokenizer, prompt)          -> token ids, exactly one BOS where the tokenizer uses one
     integer_reward(text, ground_truth)        -> 1.0 or 0.0: is the last number of the text the integer?
+    last_integer_reward(text, ground_truth)   -> the same by the rule of the paper's released scripts
     math_reward(text, ground_truth)           -> 1.0 or 0.0: does Math-Verify find the answer equal?
     REWARDS["integer"].check(ground_truth)    -> the answer a reward compares with, or UserError
 
@@ -10,28 +11,32 @@ Importing this file loads neither torch nor transformers, so that training worke
 
 from __future__ import annotations
 
+import decimal
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from Gradient_evaluation.chat_template import Chat, Messages, plain_fields, render
 from Gradient_evaluation.cli import UserError
-from Gradient_evaluation.integer_answer import check_integer_ground_truth, parse_integer_answer, shorten_repr
+from Gradient_evaluation.integer_answer import (LONGEST_INTEGER, check_integer_ground_truth, closing_braces, final_reply,
+                                                parse_integer_answer, shorten_repr)
 from Gradient_evaluation.math_worker import MATH_WORKER
-
-Messages = list[dict[str, str]]
 
 # ---------------------------------------------------------------------------------------- prompts
 
 
 def normalise_prompt(prompt: Any) -> str | Messages:
-    """The two forms a prompt can have: a non-blank string, or a list of {"role": str, "content": str}.
+    """The two forms a prompt can have: a non-blank string, or a list of messages {"role": str, "content": str, ...}.
 
     Messages may come as any sequence of mappings (parquet gives NumPy arrays) and their content as
-    OpenAI text parts, ``[{"type": "text", "text": "Hi"}]``, which are joined; other keys are dropped.
-    Raises UserError: not one of these, a message without role or content, or nothing but white space.
+    OpenAI text parts, ``[{"type": "text", "text": "Hi"}]``, which are joined. Other fields that are not null
+    (name, tool_calls, tool_call_id, reasoning_content, ...) are kept for the chat template; beside tool_calls
+    the content may be null. Raises UserError: not one of these, a message without role or content, or nothing
+    but white space.
 
     >>> normalise_prompt(({"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": None},))
     [{'role': 'user', 'content': 'Hi'}]
@@ -46,36 +51,37 @@ def normalise_prompt(prompt: Any) -> str | Messages:
         messages = [_normalise_message(message) for message in prompt]
     except TypeError:  # a zero-dimensional array has __len__ but neither a length nor items
         raise UserError("the prompt is no list of messages with role and content") from None
-    if not any(message["content"].strip() for message in messages):
+    if not any((message["content"] or "").strip() for message in messages):
         raise UserError("the prompt is empty: no message in it has content")
     return messages
 
 
-def _normalise_message(message: Any) -> dict[str, str]:
+def _normalise_message(message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise UserError(f"the prompt holds {_name(message)} where a message with role and content is expected")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role.strip():
         raise UserError('the prompt holds a message without a role, such as "user"')
+    fields = plain_fields(message)
     if isinstance(content, str):
-        return {"role": str(role), "content": str(content)}
+        return {"role": str(role), "content": str(content), **fields}
     if content is None:
+        if "tool_calls" in fields:
+            return {"role": str(role), "content": None, **fields}
         raise UserError(f"the prompt holds a message of role {role} without content")
     parts = list(content) if hasattr(content, "__iter__") and not isinstance(content, (bytes, Mapping)) else [content]
     if not all(isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in parts):
         raise UserError(f"the prompt holds a message of role {role} whose content is not text; only text is supported")
-    return {"role": str(role), "content": "".join(part["text"] for part in parts)}
+    return {"role": str(role), "content": "".join(part["text"] for part in parts), **fields}
 
 
-def format_prompt(tokenizer, prompt: Any) -> list[int]:
+def format_prompt(tokenizer, prompt: Any, tools: Sequence[Mapping] = (), chat: Chat = Chat()) -> list[int]:
     """Token ids the model is to continue.
 
-    tokenizer: a transformers tokenizer. prompt: anything ``normalise_prompt`` takes.
+    tokenizer: a transformers tokenizer. prompt: anything ``normalise_prompt`` takes. tools: function schemas.
+    chat: what the template is given beside them.
 
-    * Messages go through the tokenizer's chat template with the generation prompt added. A template that
-      refuses the system role gets the system text at the head of the first user turn instead. A tokenizer
-      without a template gets the plain form ``System: ...``, ``User: ...``, ``Assistant: ...`` with blank
-      lines between, closed by ``Assistant:``.
+    * Messages go through the tokenizer's chat template, as ``chat_template.render`` says.
     * A string is taken raw: no template, no white space added or removed.
     * Whatever the tokenizer itself puts before a text (a BOS, for most that put anything) stands there
       exactly once, whether the template renders it too or not. What it puts after a text (an EOS) is
@@ -84,7 +90,9 @@ def format_prompt(tokenizer, prompt: Any) -> list[int]:
     Raises UserError with one line for a malformed prompt, a template that refuses it, or no tokens at all.
     """
     prompt = normalise_prompt(prompt)
-    text = prompt if isinstance(prompt, str) else _render(tokenizer, prompt)
+    if isinstance(prompt, str) and tools:
+        raise UserError("the row has tools, and its prompt is a string, which no template renders; give messages")
+    text = prompt if isinstance(prompt, str) else render(tokenizer, prompt, tools, chat)
     token_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     prefix = _tokenizer_prefix(tokenizer)
     if prefix:
@@ -109,37 +117,6 @@ def _tokenizer_prefix(tokenizer) -> list[int]:
     return []
 
 
-def _render(tokenizer, messages: Messages) -> str:
-    if not getattr(tokenizer, "chat_template", None):
-        turns = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
-        return "\n\n".join([*turns, "Assistant:"])
-    attempts = [messages]
-    if any(message["role"] == "system" for message in messages):
-        attempts.append(_fold_system(messages))
-    reasons = []
-    for attempt in attempts:
-        try:
-            return tokenizer.apply_chat_template(attempt, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # a template is a program of its author's: it can raise anything
-            reasons.append(" ".join(f"{error}".split()) or type(error).__name__)
-    roles = ", ".join(message["role"] for message in messages)
-    raise UserError(
-        f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'} refuses this prompt "
-        f"(roles: {roles}): {reasons[-1]}; reword the messages or give the prompt as a string"
-    )
-
-
-def _fold_system(messages: Messages) -> Messages:
-    """Every system message's text, in order, at the head of the first user turn (or as one, if there is none)."""
-    system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
-    rest = [dict(message) for message in messages if message["role"] != "system"]
-    for message in rest:
-        if message["role"] == "user":
-            message["content"] = f"{system}\n\n{message['content']}"
-            return rest
-    return [{"role": "user", "content": system}, *rest]
-
-
 # ---------------------------------------------------------------------------------------- rewards
 
 
@@ -152,6 +129,26 @@ def integer_reward(text: str, ground_truth: Any) -> float:
     return float(check_integer_ground_truth(ground_truth) == parse_integer_answer(text))
 
 
+def parse_last_integer(text: str) -> int | None:
+    r"""The last match of ``-?\d+`` in ``text``; None without one, or with more than LONGEST_INTEGER digits."""
+    last = None
+    for last in re.finditer(r"-?\d+", text):
+        pass
+    return int(last[0]) if last and len(last[0]) <= LONGEST_INTEGER else None
+
+
+def last_integer_reward(text: str, ground_truth: Any) -> float:
+    r"""1.0 if the last match of ``-?\d+`` in ``text`` is the integer ``ground_truth``, else 0.0.
+
+    This is the rule of the paper's released scripts, for comparisons with their numbers. It reads the tail of a decimal
+    as an answer, and an operator as a sign. Raises UserError as integer_reward does.
+
+    >>> last_integer_reward("12 + 7 = 19", 19), last_integer_reward("3.50", 50), last_integer_reward("9-2", -2)
+    (1.0, 1.0, 1.0)
+    """
+    return float(check_integer_ground_truth(ground_truth) == parse_last_integer(text))
+
+
 def check_math_ground_truth(value: Any) -> str:
     r"""The LaTeX of the answer in ``value``, once Math-Verify has parsed it.
 
@@ -159,8 +156,8 @@ def check_math_ground_truth(value: Any) -> str:
     last ``####``) or a MATH solution (its last balanced ``\boxed{}``).
     Raises UserError for None, a bool, NaN, text such as "n/a", or what Math-Verify cannot parse.
     """
-    usable = isinstance(value, (str, numbers.Real)) and not isinstance(value, bool)
-    if not usable or (not isinstance(value, str) and not math.isfinite(value)):
+    usable = isinstance(value, (str, numbers.Real, decimal.Decimal)) and not isinstance(value, bool)
+    if not usable or (not isinstance(value, str) and value in (math.inf, -math.inf)) or value != value:
         raise UserError(f"the ground_truth {shorten_repr(value)} is not a math answer")
     return _checked_math_answer(str(value))
 
@@ -188,13 +185,7 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"so \boxed{\frac{1}{2}}, not \boxed{2")
     '\\frac{1}{2}'
     """
-    closing: dict[int, int] = {}  # index of "{" -> index of its "}"; a stack, so one pass over the text
-    opened: list[int] = []
-    for match in re.finditer(r"\\[{}]|[{}]", text):
-        if match[0] == "{":
-            opened.append(match.start())
-        elif match[0] == "}" and opened:
-            closing[opened.pop()] = match.start()
+    closing = closing_braces(text)
     for match in reversed(list(re.finditer(r"\\(?:boxed|fbox)\s{0,8}\{", text))):
         if match.end() - 1 in closing:
             return text[match.end() : closing[match.end() - 1]]
@@ -204,26 +195,68 @@ def last_boxed(text: str) -> str | None:
 def math_reward(text: str, ground_truth: Any) -> float:
     r"""1.0 if Math-Verify extracts from ``text`` an answer equal to ``ground_truth``, else 0.0.
 
-    Extraction and comparison are the library's own (its limits are documented there); a Unicode minus
-    is read as "-". A text on which it fails, or takes longer than its time limit, gets 0.0. Works in any
-    thread: see math_worker.py. Raises UserError as check_math_ground_truth does.
+    A reply that ends inside an unclosed <think> has no answer; after a </think> only what follows counts. Of
+    several boxes the last one counts. Extraction and comparison are the library's own (its limits are documented
+    there), but for three forms it does not know: a Unicode minus is "-", a mixed number such as ``2 2/3`` is one
+    value, and a per cent sign in the box is ignored where the ground truth has none. A text on which the library
+    fails, or takes longer than its time limit, gets 0.0. Works in any thread: see math_worker.py. Raises UserError
+    as check_math_ground_truth does.
 
     >>> math_reward(r"so the answer is \boxed{\frac{2}{4}}.", "0.5")
     1.0
     """
-    return float(MATH_WORKER.ask(text, check_math_ground_truth(ground_truth)))
+    gold = check_math_ground_truth(ground_truth)
+    reply = final_reply(text)
+    if reply is None:
+        return 0.0
+    boxed = last_boxed(reply)
+    answer = _mixed_as_fractions(reply if boxed is None else rf"\boxed{{{boxed}}}")
+    if MATH_WORKER.ask(answer, gold):
+        return 1.0
+    without_percent = None if boxed is None or "%" in gold else re.sub(r"\s*\\?%\s*$", "", boxed)
+    if without_percent in (None, boxed):
+        return 0.0
+    return float(MATH_WORKER.ask(_mixed_as_fractions(rf"\boxed{{{without_percent}}}"), gold))
+
+
+_VULGAR = re.compile(r"(?P<whole>(?<!\d)\d{1,50})? ?(?P<vulgar>[\u00bc-\u00be\u2150-\u215e])")
+_MIXED = re.compile(r"(?<![\w.,/^}])(\d{1,50})(?: |\u00a0|\\ |~)(\d{1,50})/(\d{1,50})(?![\w/])")
+
+
+def _mixed_as_fractions(text: str) -> str:
+    """``2 2/3`` and its kin as 8/3, which Math-Verify reads as one number in plain text and between dollars alike.
+
+    >>> _mixed_as_fractions("so -2 2/3 and 5\u00bd")
+    'so -8/3 and 11/2'
+    """
+
+    def proper(match: re.Match) -> str:
+        whole, top, bottom = map(int, match.groups())
+        return f"{whole * bottom + top}/{bottom}" if top < bottom else match[0]
+
+    def vulgar(match: re.Match) -> str:
+        top, bottom = unicodedata.normalize("NFKC", match["vulgar"]).split("\u2044")
+        space = " " if match["whole"] is None and match[0][0] == " " else ""
+        return f"{space}{int(match['whole'] or 0) * int(bottom) + int(top)}/{bottom}"
+
+    return _MIXED.sub(proper, _VULGAR.sub(vulgar, text))
 
 
 class Reward(NamedTuple):
-    """``check`` raises UserError on a ground truth ``score`` could not use; call it before sampling."""
+    """``check`` raises UserError on a ground truth ``score`` could not use; call it before sampling.
+
+    score(text, ground_truth): any finite number. zero_one: it is always 0 or 1, the share of right answers is then V(x).
+    """
 
     check: Callable[[Any], Any]
     score: Callable[[str, Any], float]
+    zero_one: bool = False
 
 
 REWARDS = {
-    "integer": Reward(check_integer_ground_truth, integer_reward),
-    "math": Reward(check_math_ground_truth, math_reward),
+    "integer": Reward(check_integer_ground_truth, integer_reward, zero_one=True),
+    "last_integer": Reward(check_integer_ground_truth, last_integer_reward, zero_one=True),
+    "math": Reward(check_math_ground_truth, math_reward, zero_one=True),
 }
 
 

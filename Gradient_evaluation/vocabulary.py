@@ -6,6 +6,8 @@ often a row of logits is read: never sorted where a few of its largest entries d
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 SLICE = 2**25  # logits worked on at a time
@@ -66,25 +68,47 @@ def _likeliest(rows, log_total, top_p: float, k: int) -> tuple[torch.Tensor, ...
     return values, ids, p, count, (edge < values.gather(-1, count - 1)).squeeze(-1)
 
 
-def draw_from_nucleus(logits: torch.Tensor, u: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """``inverse_cdf`` of what top_p < 1 leaves of ``logits`` (n, vocabulary): token ids (n,) and whether all are sound.
+class Draw(NamedTuple):
+    """Tokens drawn from n rows of logits.
+
+    tokens (n,) int64; log_probs (n,): of each in what was drawn from; log_kept (n,): log of the share of probability that
+    a nucleus left, 0 where there is none; sound, a bool (): no logit is nan or +inf, and not all of a row are -inf.
+    """
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+    log_kept: torch.Tensor
+    sound: torch.Tensor
+
+
+def draw_from_nucleus(logits: torch.Tensor, u: torch.Tensor, top_p: float) -> Draw:
+    """``inverse_cdf`` of what top_p < 1 leaves of ``logits`` (n, vocabulary).
 
     On a CPU, rows whose nucleus lies within a few of their likeliest tokens are drawn from these alone.
     """
     k = FIRST[0]
-    if logits.device.type != "cpu" or 4 * k > logits.shape[1]:
-        return inverse_cdf(logits.masked_fill(~nucleus(logits, top_p), -torch.inf), u)
     log_total = logits.logsumexp(-1, keepdim=True)
+    if logits.device.type != "cpu" or 4 * k > logits.shape[1]:
+        return _draw_from_kept(logits, nucleus(logits, top_p), log_total, u)
     _, ids, p, count, decided = _likeliest(logits, log_total, top_p, k)
     ids, order = ids.masked_fill(torch.arange(k) >= count, logits.shape[1]).sort(dim=-1)  # what is cut off comes last
     cumulated = p.gather(-1, order).masked_fill_(ids == logits.shape[1], 0.0).cumsum(-1)
     place = torch.searchsorted(cumulated, _below(u * cumulated[:, -1], cumulated[:, -1]).unsqueeze(1), right=True)
     drawn, sound = ids.gather(-1, place.clamp(max=k - 1)).squeeze(1), torch.isfinite(log_total).all()
+    drawn = drawn.clamp(max=logits.shape[1] - 1)
+    log_kept = cumulated[:, -1].log().to(logits.dtype)
+    value = (logits.gather(1, drawn.unsqueeze(1)) - log_total).squeeze(1) - log_kept
     if not decided.all():
         rest = logits[~decided]
         kept = _nucleus(rest, top_p, FIRST[1:])
-        drawn[~decided] = inverse_cdf(rest.masked_fill(~kept, -torch.inf), u[~decided])[0]
-    return drawn.clamp(max=logits.shape[1] - 1), sound
+        drawn[~decided], value[~decided], log_kept[~decided], _ = _draw_from_kept(rest, kept, log_total[~decided], u[~decided])
+    return Draw(drawn, value, log_kept, sound)
+
+
+def _draw_from_kept(logits, kept, log_total, u) -> Draw:
+    drawn, value, _, sound = inverse_cdf(logits.masked_fill(~kept, -torch.inf), u)
+    chosen = logits.gather(1, drawn.unsqueeze(1))
+    return Draw(drawn, value, (chosen - log_total).squeeze(1) - value, sound)
 
 
 def _nucleus_by_sort(rows: torch.Tensor, top_p: float) -> torch.Tensor:
@@ -135,14 +159,15 @@ def _scaled(logits, removed, temperature: float, part: slice) -> torch.Tensor:
     return x if removed is None else x.masked_fill(removed[part], -torch.inf)
 
 
-def inverse_cdf(logits: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits (n, vocabulary), u (n,) float64 in [0, 1) → token ids (n,) and whether all logits were sound, a bool ().
+def inverse_cdf(logits: torch.Tensor, u: torch.Tensor) -> Draw:
+    """Draw from logits (n, vocabulary) with u (n,) float64 in [0, 1).
 
     The first token whose cumulated probability exceeds u, found by blocks of tokens and then inside one block;
-    probabilities of exactly 0 are never drawn. Sound: no logit is nan or +inf, and not all of a row are -inf.
+    probabilities of exactly 0 are never drawn.
     """
     n, vocabulary = logits.shape
-    weight = (logits - logits.amax(-1, keepdim=True)).exp_()
+    most = logits.amax(-1, keepdim=True)
+    weight = (logits - most).exp_()
     whole = vocabulary // BLOCK * BLOCK
     sums = [weight[:, :whole].view(n, -1, BLOCK).sum(-1)] if whole else []
     if whole < vocabulary:
@@ -158,7 +183,8 @@ def inverse_cdf(logits: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, to
     rest = (target - (cumulated.gather(1, block) - sums.gather(1, block))).clamp(min=0.0)
     place = torch.searchsorted(inside, _below(rest, inside[:, -1:]), right=True)
     drawn = (block * BLOCK + place).squeeze(1).clamp(max=vocabulary - 1)  # what is not sound is the caller's to report
-    return drawn, torch.isfinite(cumulated[:, -1]).all()
+    value = (logits.gather(1, drawn.unsqueeze(1)) - most).squeeze(1) - cumulated[:, -1].log().to(logits.dtype)
+    return Draw(drawn, value, torch.zeros_like(value), torch.isfinite(cumulated[:, -1]).all())
 
 
 def _below(x: torch.Tensor, bound: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,9 @@ from typing import Any
 
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.durable_files import one_line_errors
-from Gradient_evaluation.utils import REWARDS
+from Gradient_evaluation.utils import REWARDS, normalise_prompt
 from Policy_Optimization.reward_fn import choose_reward
+from data.prepare_parquet import refuse_for_verl
 
 MATH_ANSWERS_CHECKED = 50  # each is a question to Math-Verify; prepare_parquet.py has asked them all
 SECRET = re.compile(r"(api_?key|token|secret|password)(=|$)", re.IGNORECASE)
@@ -33,7 +34,7 @@ def read_training_file(path: str | Path, name: str) -> list[dict[str, Any]]:
         raise UserError(f"--{name} {path}: is a folder; give a parquet file in it")
     if path.suffix != ".parquet":
         raise UserError(f"--{name} {path}: VERL reads files whose name ends in .parquet; {PREPARE}")
-    columns = ["data_source", "prompt", "reward_model", "extra_info"]
+    columns = ["data_source", "prompt", "reward_model", "extra_info", "tools"]
     try:
         with one_line_errors(path, "read"):
             file = pyarrow.parquet.ParquetFile(path)
@@ -48,14 +49,42 @@ def read_training_file(path: str | Path, name: str) -> list[dict[str, Any]]:
     return table.to_pylist()
 
 
+def check_loads_together(paths: Sequence[str | Path], name: str) -> None:
+    """UserError, naming the file, where VERL's loader cannot read one of the files or join it to the first.
+
+    VERL reads each with ``datasets`` and concatenates them. That is done here with one row of each, because the types
+    of the columns decide: string and large_string, for one, are not joined.
+    """
+    import datasets
+    import pyarrow
+    import pyarrow.parquet
+
+    found = []
+    for path in map(Path, paths):
+        try:
+            batch = next(pyarrow.parquet.ParquetFile(path.expanduser()).iter_batches(batch_size=1))
+            found.append(datasets.Dataset(pyarrow.Table.from_batches([batch])))
+            datasets.concatenate_datasets(found)
+        except Exception as error:  # of pyarrow and of datasets, of unrelated types
+            reason = " ".join(f"{error}".split())
+            if len(found) > 1:
+                differing = [column for column in {**found[0].features, **found[-1].features}
+                             if found[0].features.get(column) != found[-1].features.get(column)]  # fmt: skip
+                reason = f"the columns {', '.join(differing)} have other types than in {paths[0]}" if differing else reason
+            raise UserError(f"--{name} {path}: VERL cannot load it: {reason[:300]}; write the files with one program "
+                            "(data/prepare_parquet.py)") from None
+
+
 def check_rows(rows: Sequence[Mapping[str, Any]], path: str | Path, name: str, reward: str | None) -> None:
     """Each row has messages and an answer, as text, that a known reward can use; UserError names the first without."""
     for number, row in enumerate(rows, start=1):
         where = f"--{name} {path}, row {number}"
-        prompt = row["prompt"]
-        messages = prompt if isinstance(prompt, list) and prompt else [None]
-        if not all(isinstance(m, dict) and isinstance(m.get("role"), str) and m.get("content") for m in messages):
-            raise UserError(f"{where}: the prompt is no list of messages with role and content; {PREPARE}")
+        try:
+            if isinstance(row["prompt"], str):
+                raise UserError("the prompt is no list of messages with role and content")
+            refuse_for_verl(normalise_prompt(row["prompt"]), row.get("tools"))
+        except UserError as error:
+            raise UserError(f"{where}: {error}; {PREPARE}") from None
         answer = row["reward_model"].get("ground_truth") if isinstance(row["reward_model"], dict) else None
         if not isinstance(answer, str):
             raise UserError(f"{where}: reward_model.ground_truth is {answer!r}, text is expected; {PREPARE}")
@@ -105,15 +134,15 @@ def check_model_fits(config: Mapping[str, Any], tokens: int, tensor_parallel: in
         raise UserError(f"--tensor_parallel {tensor_parallel} does not divide the model's {heads} attention heads")
 
 
-def count_overlong(rows: Sequence[Mapping[str, Any]], model: str, limit: int) -> int:
-    """How many prompts have more than ``limit`` tokens under the chat template of a local model's tokenizer.
+def count_overlong(rows: Sequence[Mapping[str, Any]], tokenizer, limit: int, kwargs: Mapping[str, Any]) -> int:
+    """How many prompts have more than ``limit`` tokens under the chat template, given its variables ``kwargs``.
 
-    VERL leaves these out while it loads the data. Raises UserError if there is no template: VERL needs one.
+    VERL leaves these out while it loads the data.
     """
-    from data.prepare_parquet import Problem, load_chat_tokenizer, split_by_length
+    from data.prepare_parquet import Problem, split_by_length
 
     problems = [Problem(row["prompt"], "", f"prompt {number}") for number, row in enumerate(rows, start=1)]
-    return len(split_by_length(problems, load_chat_tokenizer(model), limit)[1])
+    return len(split_by_length(problems, tokenizer, limit, kwargs)[1])
 
 
 def check_no_secret(overrides: Sequence[str], environment: Mapping[str, str]) -> None:

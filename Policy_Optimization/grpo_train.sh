@@ -12,6 +12,28 @@
 # 1.5B model is meant for a node of 8 GPUs; --dry_run works on a laptop.
 set -euo pipefail
 
+# The settings by the names of the paper's script: edit them here, or set them in the environment. A flag wins.
+# MODEL=Qwen/Qwen2.5-1.5B-Instruct
+# DATA_DIR=outputs/parquet/gsm8k
+# TRAIN_FILE=$DATA_DIR/train.parquet
+# VAL_FILE=$DATA_DIR/val.parquet
+# GROUP_SIZE=32
+# GPUS=8                        # how many, or which: 0,1,2,3
+# GPU_UTIL=0.5
+# NNODES=1
+# CONDA_ROOT=$HOME/miniconda3   # with ENV_NAME: the environment is CONDA_ROOT/envs/ENV_NAME
+# ENV_NAME=verl
+# PYTHON_BIN=python
+# PROJECT_NAME=group_size
+# EXPERIMENT_NAME=my_run
+# RUN_TAG=first                 # behind the name that the run gets without EXPERIMENT_NAME
+# WANDB_MODE=offline
+for name in MODEL DATA_DIR TRAIN_FILE VAL_FILE GROUP_SIZE GPUS GPU_UTIL NNODES CUDA_VISIBLE_DEVICES CONDA_ROOT ENV_NAME \
+  PYTHON_BIN PROJECT_NAME EXPERIMENT_NAME RUN_TAG WANDB_MODE BASE REPO_DIR; do
+  [[ -z ${!name:-} ]] || export "${name?}"
+done
+if [[ ${GPUS:-} == *,* && -z ${CUDA_VISIBLE_DEVICES:-} ]]; then export CUDA_VISIBLE_DEVICES="$GPUS"; fi
+
 here="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)"
 
 fail() {
@@ -19,9 +41,10 @@ fail() {
   exit 2
 }
 
-# The value of --env, else of the variable ENV_NAME; flags behind -- are VERL's.
+# The value of --env, else of the variables PYTHON_BIN (a path) or ENV_NAME; flags behind -- are VERL's.
 chosen_environment() {
   local chosen="${ENV_NAME:-}"
+  if [[ ${PYTHON_BIN:-} == */* ]]; then chosen="$PYTHON_BIN"; fi
   while (($#)) && [[ $1 != -- ]]; do
     case $1 in
       --env) chosen="${2:-}" ;;
@@ -32,15 +55,25 @@ chosen_environment() {
   printf '%s' "$chosen"
 }
 
-# The python of an environment: a folder with bin/python, a conda environment by name, or the current one.
+# The python of an environment: a folder with bin/python, a conda environment by name, a python itself, or the current one.
 find_python() {
   local chosen="$1" prefix
-  if [[ -z $chosen ]]; then
+  if [[ -z $chosen && -n ${PYTHON_BIN:-} ]]; then
+    command -v "$PYTHON_BIN" || fail "PYTHON_BIN=$PYTHON_BIN: there is no such program"
+  elif [[ -z $chosen ]]; then
     command -v python || command -v python3 || fail "there is no python here; give --env"
+  elif [[ $chosen == "${PYTHON_BIN:-}" ]]; then
+    [[ -x $chosen && ! -d $chosen ]] || fail "PYTHON_BIN=$chosen: there is no such program"
+    printf '%s\n' "$chosen"
   elif [[ -x $chosen/bin/python ]]; then
     printf '%s\n' "$(cd -- "$chosen" && pwd)/bin/python"
   elif [[ -d $chosen ]]; then
     fail "--env $chosen: holds no bin/python, so it is no virtual environment"
+  elif [[ -n ${CONDA_ROOT:-} ]]; then
+    prefix="$CONDA_ROOT/envs/$chosen"
+    if [[ $chosen == base ]]; then prefix="$CONDA_ROOT"; fi
+    [[ -x $prefix/bin/python ]] || fail "ENV_NAME=$chosen, CONDA_ROOT=$CONDA_ROOT: there is no $prefix/bin/python"
+    printf '%s\n' "$prefix/bin/python"
   elif command -v conda >/dev/null; then
     prefix="$(conda run -n "$chosen" python -c 'import sys; print(sys.prefix)' 2>/dev/null)" ||
       fail "--env $chosen: no folder and no conda environment of this name"

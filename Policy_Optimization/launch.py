@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from Gradient_evaluation.chat_template import check_variables, date_string, prints_date  # noqa: E402
 from Gradient_evaluation.cli import UserError, run as run_main  # noqa: E402
 from Policy_Optimization import checks, verl_config  # noqa: E402
-from Policy_Optimization.run_folder import (check_same_run, is_finished, last_checkpoint, read_run,  # noqa: E402
-                                            run_environment, start_attempt, wandb_mode)
+from Policy_Optimization.run_folder import (check_same_gpus, check_same_run, is_finished, last_checkpoint,  # noqa: E402
+                                            last_value, read_run, run_environment, start_attempt, wandb_mode)
 from Policy_Optimization.settings import Settings, hydra_value, read_settings, verl_overrides  # noqa: E402
+from data.prepare_parquet import load_chat_tokenizer  # noqa: E402
 
 
 def check_settings(settings: Settings, environment: Mapping[str, str]) -> list[str]:
@@ -39,6 +41,9 @@ def check_settings(settings: Settings, environment: Mapping[str, str]) -> list[s
     checks.check_no_secret(settings.passed, environment)
     if importlib.util.find_spec("wandb") is None:
         raise UserError("the package wandb is not installed; pip install wandb")
+    for name, instead in (("BASE", "MODEL, DATA_DIR and RUN_DIR as paths"), ("REPO_DIR", "nothing: the launcher finds its own files")):
+        if environment.get(name, "").strip():
+            notes.append(f"{name} of the paper's script is not read here; give {instead}")
     if wandb_mode(environment) == "offline":
         notes.append(f"W&B goes offline; later: wandb sync {shlex.quote(settings.run_dir)}/wandb/offline-run-*")
     return notes
@@ -46,27 +51,56 @@ def check_settings(settings: Settings, environment: Mapping[str, str]) -> list[s
 
 def check_data(cfg: Any, settings: Settings) -> list[str]:
     """The files VERL would read, after what follows ``--``: schema, answers, lengths, enough prompts for a step."""
+    from omegaconf import OmegaConf
+
     notes = []
+    tokenizer = None
+    kwargs = OmegaConf.to_container(cfg.data.apply_chat_template_kwargs, resolve=True)
+    if Path(settings.model).is_dir():
+        tokenizer = load_chat_tokenizer(settings.model)
+        check_variables(tokenizer, kwargs)
+        if prints_date(tokenizer, kwargs):
+            notes.append("the chat template prints the day's date, so VERL's prompts change from day to day")
     own_reward = cfg.reward.custom_reward_function.path == str(Path(__file__).resolve().parent / "reward_fn.py")
     for key, name in (("train_files", "train_files"), ("val_files", "val_files")):
         files = cfg.data[key] if not isinstance(cfg.data[key], str) else [cfg.data[key]]
-        usable = 0
+        usable = too_long = 0
         for path in files:
             rows = checks.read_training_file(path, name)
             if own_reward:
                 checks.check_rows(rows, path, name, settings.reward)
             long = 0
-            if Path(settings.model).is_dir():
-                long = checks.count_overlong(rows, settings.model, cfg.data.max_prompt_length)
+            if tokenizer is not None:
+                long = checks.count_overlong(rows, tokenizer, cfg.data.max_prompt_length, kwargs)
+            too_long += long
             if long:
                 notes.append(f"{long} of {len(rows)} prompts in {path} are too long and will be left out")
             usable += len(rows) - long
+        checks.check_loads_together(files, name)
         need = cfg.data.train_batch_size if key == "train_files" else 1
         if usable < need:
             step = 2 ** (usable.bit_length() - 1) if usable else 0
             fix = f", or {verl_config.fitting_flags(cfg, step, is_by_budget(settings))}" if step else ""
-            raise UserError(f"--{name}: {usable} usable prompts, a step takes {need}; give more{fix}")
+            limit = f"--max_prompt_length {cfg.data.max_prompt_length}"
+            more = f"{too_long} are longer than {limit}: raise it, or give more" if too_long else "give more"
+            raise UserError(f"--{name}: {usable} usable prompts, a step takes {need}; {more}{fix}")
     return notes
+
+
+def pin_date(settings: Settings, previous: Mapping[str, Any]) -> list[str]:
+    """Give a template that prints today's date the date the run began with; returns the note that says so.
+
+    Only for a local model whose template reads the variable date_string: VERL passes no function on.
+    """
+    key, kwargs = "data.apply_chat_template_kwargs.date_string", settings.chat_template_kwargs or {}
+    if not Path(settings.model).is_dir() or any(key in override for override in settings.passed):
+        return []
+    today = date_string(load_chat_tokenizer(settings.model), kwargs)
+    if today is None:
+        return []
+    date = last_value(previous, key) or today
+    settings.values["chat_template_kwargs"] = {**kwargs, "date_string": date}
+    return [f"the chat template prints the date; this run keeps {date}, also when it is continued"]
 
 
 def is_by_budget(settings: Settings) -> bool:
@@ -76,7 +110,7 @@ def is_by_budget(settings: Settings) -> bool:
 
 def check_machine(cfg: Any, settings: Settings) -> None:
     """Only before a real run: the packages training imports and, without a cluster, this machine's GPUs."""
-    missing = verl_config.missing_for_training(cfg.actor_rollout_ref.rollout.name)
+    missing = verl_config.missing_for_training(cfg)
     if missing:
         quoted = " ".join(shlex.quote(package) for package in missing)
         raise UserError(f"training needs packages that are not installed here: pip install {quoted}")
@@ -131,15 +165,18 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
             checks.read_training_file(settings.values[key], key)
 
     notes += verl_config.check_installed()
+    notes += pin_date(settings, previous)
     overrides = verl_overrides(settings)
     cfg = verl_config.compose(overrides)
     verl_config.check_config(cfg, is_by_budget(settings))
     notes += check_data(cfg, settings)
+    if cfg.trainer.resume_mode != "disable":
+        check_same_gpus(run_dir, cfg)
     check_same_run(run_dir, previous, overrides, settings.allow_changes)
 
     command = ["-m", "verl.trainer.main_ppo"]
     if settings.dry_run:
-        missing = verl_config.missing_for_training(cfg.actor_rollout_ref.rollout.name)
+        missing = verl_config.missing_for_training(cfg)
         notes += [f"not installed here, needed where it trains: {', '.join(missing)}"] if missing else []
         print(describe(settings, cfg, notes))
         print("command:\n  " + " \\\n    ".join([shlex.join([sys.executable, *command]), *map(shlex.quote, overrides)]))

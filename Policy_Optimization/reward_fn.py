@@ -18,8 +18,8 @@ _ROOT = str(Path(__file__).resolve().parents[1])  # Ray workers start in other f
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
 from Gradient_evaluation.cli import UserError  # noqa: E402
-from Gradient_evaluation.integer_answer import parse_integer_answer  # noqa: E402
-from Gradient_evaluation.utils import REWARDS, last_boxed  # noqa: E402
+from Gradient_evaluation.integer_answer import final_reply, parse_integer_answer  # noqa: E402
+from Gradient_evaluation.utils import REWARDS, last_boxed, parse_last_integer  # noqa: E402
 
 DATA_SOURCES = {
     "arithmetic": "integer",
@@ -48,15 +48,16 @@ def choose_reward(data_source: str, extra_info: Mapping[str, Any] | None = None,
 def extract_answer(text: str, reward: str) -> str:
     r"""The answer of a continuation as text, for logs and majority votes; "" if there is none.
 
-    integer: the number the reward compares. math: the last balanced ``\boxed{}``, else what follows the last
+    integer, last_integer: the number the reward compares. math: the last balanced ``\boxed{}``, else what follows the last
     ``####``, else the last integer; Math-Verify, which gives the score, reads more forms than these.
     """
     if reward == "math":
-        if (boxed := last_boxed(text)) is not None:
+        reply = final_reply(text) or ""
+        if (boxed := last_boxed(reply)) is not None:
             return boxed.strip()
-        if "####" in text:
-            return text.rpartition("####")[2].strip()
-    answer = parse_integer_answer(text)
+        if "####" in reply:
+            return reply.rpartition("####")[2].strip()
+    answer = parse_last_integer(text) if reward == "last_integer" else parse_integer_answer(text)
     return "" if answer is None else str(answer)
 
 

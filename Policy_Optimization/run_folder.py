@@ -13,9 +13,11 @@ import fcntl
 import json
 import netrc
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 from Gradient_evaluation.cli import UserError
@@ -84,6 +86,29 @@ def last_checkpoint(run_dir: Path, repair: bool = False) -> int | None:
     elif repair and tracker.exists():
         tracker.unlink()  # it names a checkpoint that was never finished
     return newest
+
+
+def last_value(run: Mapping, key: str) -> str | None:
+    """What the last attempt gave VERL under ``key``, without quotes; None for a new run or without such a key."""
+    value = _by_key(run.get("overrides", [])).get(key)
+    return None if value is None else value.strip('"')
+
+
+def check_same_gpus(run_dir: Path, cfg: Any) -> None:
+    """UserError where the checkpoint to continue was written by another number of GPUs.
+
+    FSDP writes one file for each GPU and reads the one of its own rank and number, so no flag can insist.
+    """
+    step = last_checkpoint(run_dir)
+    if step is None:
+        return
+    folder, now = run_dir / "checkpoints" / f"global_step_{step}" / "actor", cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes
+    parts = (re.fullmatch(r"\w+_world_size_(\d+)_rank_\d+\.pt", path.name) for path in folder.iterdir())
+    before = {int(part[1]) for part in parts if part}
+    if before and now not in before:
+        raise UserError(f"{folder}: this checkpoint is in {max(before)} parts, one for each GPU that wrote it, and cannot be "
+                        f"continued on {now}; use as many GPUs, or merge it into a --model of a new --run_dir "
+                        "(Policy_Optimization/README.md)")
 
 
 def check_same_run(run_dir: Path, run: Mapping, overrides: list[str], allow_changes: bool) -> None:

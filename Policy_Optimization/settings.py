@@ -3,12 +3,15 @@
     read_settings(arguments, environment)  -> Settings: values by name, where each came from, what follows "--"
     verl_overrides(settings)               -> ["data.train_batch_size=32", ...] in Hydra's syntax
 
-A setting is a flag (``--group_size 32``), else an environment variable (``GROUP_SIZE=32``), else its default.
+A setting is a flag (``--group_size 32``), else an environment variable (``GROUP_SIZE=32``, or the one of the paper's
+script, ``PUBLISHED``), else its default.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from Gradient_evaluation.chat_template import json_object
 from Gradient_evaluation.cli import Parser, UserError, integer, number
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -61,7 +65,9 @@ SETTINGS = (
     Setting("max_response_length", integer(1), 512, "tokens"),
     Setting("temperature", positive, 1.0, "of the training continuations; validation is greedy"),
     Setting("rollout", str, "vllm", "engine that samples", ("vllm", "sglang", "trtllm")),
-    Setting("reward", str, None, "default: what each row of the data says", ("integer", "math")),
+    Setting("chat_template_kwargs", json_object, None,
+            """variables of the chat template, as JSON: '{"enable_thinking": false}'"""),
+    Setting("reward", str, None, "default: what each row of the data says", ("integer", "last_integer", "math")),
     Setting("seed", integer(0), 0, "of the data order and the sampling"),
     Setting("gpus_per_node", integer(1), 8, ""),
     Setting("nnodes", integer(1), 1, "machines; more than one need --ray_address"),
@@ -77,6 +83,15 @@ SETTINGS = (
     Setting("experiment", str, None, "W&B run name; default MODEL_ESTIMATOR_gG_seedS"),
     Setting("run_dir", str, None, "everything the run writes; default outputs/train/EXPERIMENT"),
 )  # fmt: skip
+# The variables of the paper's script -> the settings they are here; those of the same name need no entry.
+PUBLISHED = {"TRAIN_FILE": "train_files", "VAL_FILE": "val_files", "GPUS": "gpus_per_node",
+             "GPU_UTIL": "gpu_memory_utilization", "EXPERIMENT_NAME": "experiment", "PROJECT_NAME": "project"}
+KWARGS = "data.apply_chat_template_kwargs"
+IN_VERL = {  # key -> its name in the law of the evaluation
+    "actor_rollout_ref.model.path": "model", "actor_rollout_ref.rollout.temperature": "temperature",
+    "actor_rollout_ref.rollout.top_p": "top_p", "actor_rollout_ref.rollout.top_k": "top_k",
+    "data.max_response_length": "max_new_tokens", "reward.custom_reward_function.reward_kwargs.reward": "reward",
+}  # fmt: skip
 BUDGETS = (("train_batch_size", "budget"), ("mini_batch_size", "update_budget"), ("epochs", "epoch_budget"))
 
 
@@ -122,19 +137,77 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
     values, origin = {}, {}
     for setting in SETTINGS:
         values[setting.name], origin[setting.name] = getattr(given, setting.name), "flag"
-        variable = setting.name.upper()
-        if values[setting.name] is None and environment.get(variable, "").strip():
-            values[setting.name] = _from_environment(setting, environment[variable])
+        variable = _variable_of(setting.name, environment)
+        if values[setting.name] is None and variable:
+            values[setting.name] = _from_environment(setting, variable, environment)
             origin[setting.name] = "environment"
         if values[setting.name] is None:
             values[setting.name], origin[setting.name] = setting.default, "default"
     settings = Settings(values, origin, arguments[split + 1 :], given.dry_run, given.allow_changes)
-    _derive(settings)
+    if environment.get("DATA_DIR", "").strip():
+        _look_in_data_folder(settings, environment["DATA_DIR"].strip())
+    _derive(settings, environment.get("RUN_TAG", "").strip())
     return settings
 
 
-def _from_environment(setting: Setting, text: str) -> Any:
-    variable = setting.name.upper()
+def _variable_of(name: str, environment: Mapping[str, str]) -> str | None:
+    """The environment variable that gives a setting, ours or that of the paper's script; UserError if they differ."""
+    names = [name.upper(), *(published for published, ours in PUBLISHED.items() if ours == name)]
+    found = [variable for variable in names if environment.get(variable, "").strip()]
+    if len({environment[variable] for variable in found}) > 1:
+        raise UserError(f"environment variables {' and '.join(found)} are one setting, with two values; unset one of them")
+    return found[0] if found else None
+
+
+def _look_in_data_folder(settings: Settings, folder: str) -> None:
+    """DATA_DIR of the paper's script: where the data files are. A file named in full, or by a flag, stays."""
+    values, origin = settings.values, settings.origin
+    for name, usual in (("train_files", ("train.parquet",)), ("val_files", ("val.parquet", "test.parquet"))):
+        if origin[name] == "default":
+            there = [file for file in usual if (Path(folder).expanduser() / file).is_file()]
+            values[name], origin[name] = str(Path(folder) / (there or usual)[0]), "environment"
+        elif origin[name] == "environment" and not Path(values[name]).expanduser().exists():
+            values[name] = str(Path(folder) / values[name])
+
+
+def training_law(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, Any]:
+    """The sampling law and reward of the training's rollouts, under the names the evaluation gives them.
+
+    environment: settings as variables. passed: what goes to VERL unchanged. reward None: what each row of the data says.
+    """
+    by_name = {setting.name: setting for setting in SETTINGS}
+
+    def value(name: str) -> Any:
+        variable = _variable_of(name, environment)
+        return _from_environment(by_name[name], variable, environment) if variable else by_name[name].default
+
+    law = {"model": value("model"), "revision": None, "temperature": value("temperature"), "top_p": 1.0, "top_k": 0,
+           "max_new_tokens": value("max_response_length"), "stop": [], "reward": value("reward")}
+    kwargs = dict(value("chat_template_kwargs") or {})
+    for override in passed:
+        key, _, text = override.lstrip("+").partition("=")
+        if key in IN_VERL:
+            law[IN_VERL[key]] = _yaml(text)
+        elif key.startswith(f"{KWARGS}."):
+            kwargs[key.removeprefix(f"{KWARGS}.")] = _yaml(text)
+    model = str(law["model"])
+    if Path(model).expanduser().is_dir():
+        model = Path(model).expanduser().resolve().name
+    top_k = 0 if law["top_k"] == -1 else law["top_k"]  # VERL's for all tokens
+    return {**law, "model": model, "top_k": top_k, "chat_template_kwargs": kwargs or None}
+
+
+def _yaml(text: str) -> Any:
+    """The value of an override, as far as the law needs it: a number, True, False or null, else text."""
+    with contextlib.suppress(ValueError):
+        return json.loads({"True": "true", "False": "false"}.get(text, text))
+    return text.strip("'\"")
+
+
+def _from_environment(setting: Setting, variable: str, environment: Mapping[str, str]) -> Any:
+    text = environment[variable]
+    if variable == "GPUS" and "," in text:  # a list of devices; grpo_train.sh makes it CUDA_VISIBLE_DEVICES
+        text = str(len([device for device in text.split(",") if device.strip()]))
     try:
         value = setting.convert(text)
     except argparse.ArgumentTypeError as error:
@@ -144,7 +217,7 @@ def _from_environment(setting: Setting, text: str) -> Any:
     return value
 
 
-def _derive(settings: Settings) -> None:
+def _derive(settings: Settings, run_tag: str) -> None:
     values = settings.values
     for name in ("model", "train_files", "val_files"):
         if not values[name].strip():
@@ -161,7 +234,7 @@ def _derive(settings: Settings) -> None:
         values[name], settings.origin[name] = values[budget] // size, "derived"
     if values["experiment"] is None:
         model = re.sub(r"[^\w.+-]", "_", Path(values["model"]).absolute().name)
-        label = f"{model}_{values['estimator']}_g{size}_seed{values['seed']}"
+        label = f"{model}_{values['estimator']}_g{size}_seed{values['seed']}" + (f"_{run_tag}" if run_tag else "")
         values["experiment"], settings.origin["experiment"] = label, "derived"
     if not re.fullmatch(r"[\w.+-]+", values["experiment"]):
         raise UserError(f"--experiment {values['experiment']!r}: use letters, digits, '.', '_', '-' and '+'")
@@ -191,6 +264,22 @@ def hydra_value(value: Any) -> str:
         raise UserError(f"{value}: a path or name with ${{ in it cannot be given to VERL; rename it")
     # a backslash is plain in Hydra's quotes, unless a quote follows
     return '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), value) + '"'
+
+
+def hydra_json(value: Any) -> str:
+    """A JSON value in the same grammar.
+
+    >>> hydra_json({"a": [1, None, "x y"], "b": False})
+    '{a:[1,null,"x y"],b:False}'
+    """
+    if isinstance(value, dict):
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z_]\w*", name):
+                raise UserError(f"--chat_template_kwargs: {name!r} is no name that VERL's configuration takes")
+        return "{" + ",".join(f"{name}:{hydra_json(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(hydra_json, value)) + "]"
+    return "null" if value is None else hydra_value(value)
 
 
 def verl_overrides(settings: Settings) -> list[str]:
@@ -243,9 +332,12 @@ def verl_overrides(settings: Settings) -> list[str]:
         f"{trainer}.validation_data_dir": str(run_dir / "validation"),
         "hydra.run.dir": str(run_dir / "hydra"),
     }
+    for name, value in (s.chat_template_kwargs or {}).items():
+        hydra_json({name: value})  # refuses a name that Hydra would not read
+        meaning[f"+{KWARGS}.{name}"] = value
     if s.reward:
         meaning["+reward.custom_reward_function.reward_kwargs.reward"] = s.reward
     if not s.ray_address and (os.cpu_count() or 1) < 16:
         meaning["ray_kwargs.ray_init.num_cpus"] = 16  # with fewer slots its transfer queue waits for ever
-    overrides = [f"{key}={hydra_value(value)}" for key, value in meaning.items()]
+    overrides = [f"{key}={hydra_json(value)}" for key, value in meaning.items()]
     return [*overrides, "trainer.logger=[console,wandb,file]", *s.passed]

@@ -5,8 +5,8 @@
 #   MODEL=/models/qwen bash Policy_Optimization/sweep_group_size.sh --sweep_dir outputs/sweep --seeds 0 1 2
 #   bash Policy_Optimization/sweep_group_size.sh --recommended outputs/qwen/tracecov_qwen.json -- trainer.save_freq=50
 #
-# The sweep's own flags: --group_sizes or --recommended, --seeds, --sweep_dir, --budget, --update_budget,
-# --epoch_budget, --env, --dry_run. Every other setting of grpo_train.sh is given as an environment variable
+# The sweep's own flags: --group_sizes or --recommended (--allow_mismatch), --seeds, --sweep_dir, --budget,
+# --update_budget, --epoch_budget, --env, --dry_run. Every other setting of grpo_train.sh is given as an environment variable
 # (MODEL, TRAIN_FILES, GPUS_PER_NODE, ...), and what follows -- goes to VERL unchanged, in every run.
 # All runs are checked before the first one starts. The same command goes on after an interruption: finished runs
 # are skipped, the others continue from their checkpoints. SWEEP_DIR/manifest.json is what plots read. Exit code: 0,
@@ -56,13 +56,13 @@ if ((dry_run)); then
   if [[ -f $sweep_dir/manifest.json ]]; then cp -- "$sweep_dir/manifest.json" "$scratch/"; fi
   sweep_dir="$scratch"
 fi
-manifest plan "${plan_flags[@]}"
-mapfile -d '' -t todo < <(manifest todo "${plan_flags[@]}")
+manifest plan "${plan_flags[@]}" "${verl[@]}"
+mapfile -d '' -t todo < <(manifest todo "${plan_flags[@]}" "${verl[@]}")
 export HF_HOME="${HF_HOME:-$real_dir/cache/huggingface}" # one copy of a hub model for all runs
 
 launch() { # SIZE SEED RUN [more flags of the launcher]
   # Sizes, seeds and folders are the sweep's: these flags win over variables of the same names.
-  env -u TRAIN_BATCH_SIZE -u MINI_BATCH_SIZE -u EPOCHS -u EXPERIMENT \
+  env -u TRAIN_BATCH_SIZE -u MINI_BATCH_SIZE -u EPOCHS -u EXPERIMENT -u EXPERIMENT_NAME \
     bash "$here/grpo_train.sh" "${python_flags[@]}" "${@:4}" --group_size "$1" --seed "$2" \
     --run_dir "$real_dir/$3" "${budget_flags[@]}" "${verl[@]}"
 }

@@ -1,7 +1,8 @@
 """The plan of a sweep over group sizes and its manifest: which run is where, and how far it came.
 
     sweep_manifest.py plan --sweep_dir D --group_sizes 4 8 16 --seeds 0 1     writes D/manifest.json, keeps what is done
-    sweep_manifest.py plan --sweep_dir D --recommended RESULTS.json           sizes near the evaluation's G*
+    sweep_manifest.py plan --sweep_dir D --recommended RESULTS.json           sizes near the evaluation's G*, measured
+                                       [-- overrides of VERL]                 under the training's law
     sweep_manifest.py todo --sweep_dir D [flags of plan]                      NUL-separated: G, seed, run folder, ...
     sweep_manifest.py mark --sweep_dir D --run_dir R --status finished        one run's new status
 
@@ -23,9 +24,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, run  # noqa: E402
 from Gradient_evaluation.durable_files import one_line_errors, write_json  # noqa: E402
-from Policy_Optimization.settings import BUDGETS, SETTINGS  # noqa: E402
+from Gradient_evaluation.tables import ADDED_LATER  # noqa: E402
+from Policy_Optimization.settings import BUDGETS, SETTINGS, training_law  # noqa: E402
 
 STATUSES = ("pending", "running", "finished", "failed", "interrupted")
+IN_TRAINING = {  # entry of the law -> how the training sets it
+    "model": "MODEL", "temperature": "TEMPERATURE", "max_new_tokens": "MAX_RESPONSE_LENGTH", "reward": "REWARD",
+    "chat_template_kwargs": "CHAT_TEMPLATE_KWARGS", "top_p": "actor_rollout_ref.rollout.top_p",
+    "top_k": "actor_rollout_ref.rollout.top_k",
+}  # fmt: skip
 DEFAULTS = {setting.name: setting.default for setting in SETTINGS}
 
 
@@ -60,6 +67,34 @@ def recommended_sizes(results: Mapping[str, Any], name: str, budgets: Sequence[i
     if not wanted:
         raise UserError(f"{name}: group_size_law recommends no admissible size ({allowed}); give --group_sizes")
     return sorted(wanted)
+
+
+def check_same_law(results: Mapping[str, Any], name: str, training: Mapping[str, Any], allow_mismatch: bool) -> list[str]:
+    """Warnings about the law the evaluation measured under and that of the training; UserError where they differ.
+
+    A group size is recommended for the distribution it was measured on: another temperature, top_p, token limit, model,
+    reward or chat template has another one. Under ``allow_mismatch`` a difference is a warning.
+    """
+    law = results.get("law")
+    if not isinstance(law, Mapping):
+        return [f"{name}: does not say under which law it was measured; taken as made under the training's"]
+    differences = []
+    for entry, here in training.items():
+        there = law.get(entry, ADDED_LATER.get(entry))
+        unknown = (entry not in law and entry not in ADDED_LATER) or (entry == "reward" and here is None)
+        if unknown or there == here or (entry == "model" and _same_model(there, here)):
+            continue
+        setting = IN_TRAINING.get(entry, entry)
+        differences.append(f"measured with {entry} {json.dumps(there)}, training has {setting} {json.dumps(here)}")
+    if differences and not allow_mismatch:
+        raise UserError(f"{name}: {'; '.join(differences)}; measure under the training's law, train under the file's, or pass "
+                        "--allow_mismatch")
+    return [f"{name}: {'; '.join(differences)}; going on as --allow_mismatch says"] if differences else []
+
+
+def _same_model(there: Any, here: str) -> bool:
+    """A local folder goes by its name alone, so a hub id is compared with it without its owner."""
+    return isinstance(there, str) and ("/" not in there or "/" not in here) and there.split("/")[-1] == here.split("/")[-1]
 
 
 def _is_number(value: Any) -> bool:
@@ -145,12 +180,16 @@ def mark(sweep_dir: Path, run_dir: str, status: str, exit_code: int | None) -> N
 
 
 def parse_args(arguments: Sequence[str] | None):
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    split = arguments.index("--") if "--" in arguments else len(arguments)
     parser = Parser(prog="sweep_group_size.sh", description="One training run for each group size and seed, at a fixed "
                     "budget of continuations. Other settings of grpo_train.sh are given as environment variables.")
     parser.add_argument("action", choices=("plan", "todo", "mark"), help="what the shell script asks for")
     parser.add_argument("--sweep_dir", type=Path, default=Path("outputs/sweep"), help="folder (%(default)s)")
     parser.add_argument("--group_sizes", nargs="+", help="sizes, for example 4 8 16 32 64 128 (the default)")
     parser.add_argument("--recommended", metavar="RESULTS.json", help="take the sizes near the evaluation's G*")
+    parser.add_argument("--allow_mismatch", action="store_true",
+                        help="take a recommendation that was measured under another law than the training's")
     parser.add_argument("--seeds", nargs="+", type=integer(0), default=[0], help="one run each (default 0)")
     for _, name in BUDGETS:
         default = os.environ.get(name.upper(), "").strip() or str(DEFAULTS[name])
@@ -158,7 +197,9 @@ def parse_args(arguments: Sequence[str] | None):
     parser.add_argument("--run_dir", help="of mark: the run")
     parser.add_argument("--status", choices=STATUSES, help="of mark: its new status")
     parser.add_argument("--exit_code", type=int, help="of mark: of the launcher")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments[:split])
+    options.passed = arguments[split + 1 :]
+    return options
 
 
 def choose_sizes(options, budgets: Mapping[str, int]) -> list[int]:
@@ -166,7 +207,12 @@ def choose_sizes(options, budgets: Mapping[str, int]) -> list[int]:
         raise UserError("--recommended and --group_sizes: give one of them")
     if options.recommended:
         results = read_json(options.recommended, "a results file of run_tracecov.py is expected")
-        return recommended_sizes(results, options.recommended, list(budgets.values()))
+        sizes = recommended_sizes(results, options.recommended, list(budgets.values()))
+        law = training_law(os.environ, options.passed)
+        for warning in check_same_law(results, options.recommended, law, options.allow_mismatch):
+            if options.action == "plan":  # asked twice, said once
+                print(f"warning: {warning}", file=sys.stderr)
+        return sizes
     if options.group_sizes:
         try:
             return group_sizes(options.group_sizes)

@@ -10,6 +10,7 @@ not divide, and tensor parallelism that does not fit, and it reads no reward fro
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import io
 import logging
@@ -26,6 +27,8 @@ from Gradient_evaluation.cli import UserError
 VERSION = "0.9.1"  # the one all of this was tried with
 INSTALL = 'pip install "verl==0.9.1" "TransferQueue>=0.1.10" cachetools uvicorn fastapi'
 RUNTIME = {"transfer_queue": "TransferQueue>=0.1.10", **{name: name for name in ("cachetools", "uvicorn", "fastapi")}}
+ATTENTION = ("flash_attn", "kernels")  # either gives transformers flash_attention_2
+VLLM_LARGEST_LORA_RANK = 512
 DEAD_REWARD_KEYS = {"reward_manager": "reward_manager.name", "enable": "reward_model.enable",
                     "num_workers": "num_workers"}  # fmt: skip
 GROUP_ESTIMATORS = ("grpo", "rloo", "opo", "gdpo")  # compare the continuations of one prompt
@@ -39,9 +42,16 @@ def check_installed() -> list[str]:
     return [] if version == VERSION else [f"verl is {version}; this launcher was tried with {VERSION}"]
 
 
-def missing_for_training(rollout: str) -> list[str]:
-    """What pip is to install before training can run: modules VERL imports at run time, and the sampling engine."""
+def missing_for_training(cfg: Any) -> list[str]:
+    """What pip is to install before training can run: modules VERL imports at run time, the sampling engine, attention.
+
+    ``verl[vllm]`` does not bring flash-attn, which VERL's FSDP engine asks transformers for on CUDA.
+    """
     missing = [package for module, package in RUNTIME.items() if util.find_spec(module) is None]
+    rollout, model = cfg.actor_rollout_ref.rollout.name, cfg.actor_rollout_ref.model
+    attention = (model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
+    if cfg.trainer.device == "cuda" and attention == "flash_attention_2" and not any(map(util.find_spec, ATTENTION)):
+        missing.append("flash-attn")
     engine = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}.get(rollout, rollout)
     return missing + ([engine] if util.find_spec(engine) is None else [])
 
@@ -80,6 +90,7 @@ def check_config(cfg: Any, by_budget: bool = True) -> None:
     check_names(cfg)
     check_batches(cfg, by_budget)
     check_devices(cfg)
+    check_token_budgets(cfg)
     run_validate_config(cfg)
 
 
@@ -179,7 +190,7 @@ def check_batches(cfg: Any, by_budget: bool = True) -> None:
     if prompts % part:
         raise UserError(f"--mini_batch_size {part} does not divide --train_batch_size {prompts} (unless they are given, they "
                         f"are --update_budget / G and --budget / G){fix}")
-    ranks = cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes // (actor.get("ulysses_sequence_parallel_size") or 1)
+    ranks = cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes // _sequence_parallel(actor)
     if not actor.use_dynamic_bsz:
         for name, micro, prompts in (
             ("micro_batch_size", actor.ppo_micro_batch_size_per_gpu, actor.ppo_mini_batch_size),
@@ -247,8 +258,65 @@ def check_devices(cfg: Any) -> None:
         raise UserError(f"actor_rollout_ref.rollout.max_model_len={limit}: prompt and response have up to {tokens}")
 
 
+def check_token_budgets(cfg: Any) -> None:
+    """Under use_dynamic_bsz the longest prompt and response fit the tokens of a GPU; else VERL asserts once it trains.
+
+    With Ulysses sequence parallelism, as many GPUs as share a sequence count together.
+    """
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+
+    worker, tokens = cfg.actor_rollout_ref, cfg.data.max_prompt_length + cfg.data.max_response_length
+    if worker.actor.use_dynamic_bsz != worker.rollout.log_prob_use_dynamic_bsz:
+        raise UserError(f"actor_rollout_ref.rollout.log_prob_use_dynamic_bsz={worker.rollout.log_prob_use_dynamic_bsz}: VERL "
+                        f"wants it to be actor_rollout_ref.actor.use_dynamic_bsz={worker.actor.use_dynamic_bsz}")
+    budgets = [("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", worker.actor.use_dynamic_bsz, worker.actor),
+               ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", worker.actor.use_dynamic_bsz, worker.actor)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says each time that there is no critic
+        reference, critic = need_reference_policy(cfg), need_critic(cfg)
+    if reference:
+        key = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
+        budgets.append((key, worker.ref.log_prob_use_dynamic_bsz, worker.ref))
+    if critic:
+        budgets += [(f"critic.{name}", cfg.critic.use_dynamic_bsz, cfg.critic)
+                    for name in ("ppo_max_token_len_per_gpu", "ppo_infer_max_token_len_per_gpu")]
+    for key, dynamic, part in budgets:
+        limit, shared = OmegaConf.select(cfg, key), _sequence_parallel(part)
+        if dynamic and limit is not None and limit * shared < tokens:
+            by = f" x {shared} GPUs that share a sequence" if shared > 1 else ""
+            raise UserError(f"{key}={limit}{by}: prompt and response have up to {tokens} tokens, and use_dynamic_bsz cuts none "
+                            f"of them; raise it to {-(-tokens // shared)} or more, or lower --max_response_length")
+
+
+def _sequence_parallel(part: Any) -> int:
+    """GPUs that share one sequence, under its key of today or the one it had before."""
+    keys = (part.get("fsdp_config") or {}).get("ulysses_sequence_parallel_size"), part.get("ulysses_sequence_parallel_size")
+    return max(1, *(size for size in keys if isinstance(size, int)), 1)
+
+
+def without_lora(cfg: Any) -> Any:
+    """``cfg``, or where vLLM is not installed a copy without LoRA: VERL's check of its rank imports vLLM.
+
+    Raises UserError for a rank above vLLM's largest.
+    """
+    model = cfg.actor_rollout_ref.model
+    ranks = (model.get("lora_rank") or 0, (model.get("lora") or {}).get("rank") or 0)
+    if max(ranks) <= 0 or cfg.actor_rollout_ref.rollout.name != "vllm" or util.find_spec("vllm") is not None:
+        return cfg
+    if max(ranks) > VLLM_LARGEST_LORA_RANK:
+        raise UserError(f"actor_rollout_ref.model.lora_rank={max(ranks)}: vLLM takes at most {VLLM_LARGEST_LORA_RANK}")
+    from omegaconf import OmegaConf
+
+    bare = copy.deepcopy(cfg)
+    OmegaConf.update(bare, "actor_rollout_ref.model.lora_rank", 0, force_add=True)
+    OmegaConf.update(bare, "actor_rollout_ref.model.lora.rank", 0, force_add=True)
+    return bare
+
+
 def run_validate_config(cfg: Any) -> None:
     """VERL's own validate_config, its prints and warnings hidden; UserError with its reason in one line."""
+    cfg = without_lora(cfg)
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 

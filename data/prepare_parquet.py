@@ -14,19 +14,22 @@ r"""Write the two parquet files VERL trains from: train.parquet and val.parquet 
 
 A source is a hub id or a local file or folder (JSONL, JSON, parquet). Every answer is checked with the reward
 that will judge it. With ``--model`` the prompts are counted in that model's tokens, chat template included,
-against ``--max_prompt_length``. Prompts that train and validation share are reported. Columns written:
-data_source, prompt (messages), ability, reward_model {style, ground_truth (text)}, extra_info {split, index,
-reward}, and ground_truth, so that calculate_oracle_v.py reads the same file. Seconds for GSM8K.
+against ``--max_prompt_length``. Messages may have tool_calls and the like where VERL renders them whole. VERL takes
+no tools row by row and does not continue an assistant's message: such rows are refused. Prompts that train and
+validation share are reported. Columns written: data_source, prompt (messages), ability, reward_model {style,
+ground_truth (text)}, extra_info {split, index, reward}, and ground_truth, so that calculate_oracle_v.py reads the
+same file. Seconds for GSM8K.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +41,7 @@ if __name__ == "__main__":
 
 from tqdm import tqdm  # noqa: E402
 
+from Gradient_evaluation.chat_template import FLAG, check_variables, json_object, tool_schemas, verl_text  # noqa: E402
 from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
 from Gradient_evaluation.durable_files import one_line_errors, write_bytes_atomic  # noqa: E402
 from Gradient_evaluation.records import SUFFIXES, Record, read_records  # noqa: E402
@@ -106,7 +110,7 @@ def answer_text(value: Any, reward: str, kind: str) -> str:
     if kind == "math":
         value = _boxed_answer(value)
     checked = REWARDS[reward].check(value)
-    if reward == "integer":
+    if isinstance(checked, int):
         return str(checked)
     text = str(value)
     if "####" in text:
@@ -142,7 +146,7 @@ def load_problems(
             if column not in record:
                 existing = ", ".join(map(str, record))[:200] or "none"
                 raise UserError(f"{where}: no column {column!r} (columns: {existing}); {kind} rows need it")
-        messages = _messages(record[form.prompt_column], form.request, where)
+        messages = _messages(record[form.prompt_column], form.request, where, record.get("tools"))
         try:
             ground_truth = answer_text(record[form.answer_column], reward, kind)
         except UserError as error:
@@ -161,17 +165,28 @@ def load_problems(
     return list(found.values())
 
 
-def _messages(prompt: Any, request: str, where: str) -> Messages:
+def _messages(prompt: Any, request: str, where: str, tools: Any = None) -> Messages:
     try:
         messages = normalise_prompt(prompt)
+        refuse_for_verl(messages, tools)
         if isinstance(messages, str):  # VERL renders messages only: a string becomes one user turn
             messages = [{"role": "user", "content": f"{messages}\n\n{request}" if request else messages}]
-        "".join(text for message in messages for text in message.values()).encode()
+        json.dumps(messages, ensure_ascii=False).encode()
         return messages
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     except UnicodeEncodeError:
         raise UserError(f"{where}: the prompt holds half a character (a lone surrogate); remove it") from None
+
+
+def refuse_for_verl(messages: str | Messages, tools: Any) -> None:
+    """UserError for what VERL 0.9.1 cannot carry: tools of one row, and an answer that is to be continued."""
+    if tool_schemas(tools):
+        raise UserError("the row has tools, and VERL 0.9.1 never reads them there (data.tool_config_path is for all rows); "
+                        "remove the column tools, or write them into the system message")
+    if not isinstance(messages, str) and messages[-1]["role"] == "assistant":
+        raise UserError("the prompt ends with a message of the assistant, and VERL 0.9.1 begins another one instead of "
+                        "continuing it; remove that message")
 
 
 def load_chat_tokenizer(model: str):
@@ -184,14 +199,18 @@ def load_chat_tokenizer(model: str):
     return tokenizer
 
 
-def split_by_length(problems: Sequence[Problem], tokenizer, limit: int) -> tuple[list[Problem], list[Problem]]:
-    """(problems of at most ``limit`` prompt tokens, the longer ones), counted as VERL counts them."""
+def split_by_length(problems: Sequence[Problem], tokenizer, limit: int,
+                    kwargs: Mapping[str, Any] = {}) -> tuple[list[Problem], list[Problem]]:  # noqa: B006: never changed
+    """(problems of at most ``limit`` prompt tokens, the longer ones), counted as VERL counts them.
+
+    kwargs: variables of the chat template.
+    """
     short, long = [], []
     for problem in tqdm(problems, "counting tokens", unit="prompt", disable=None, leave=False):
         try:
-            text = tokenizer.apply_chat_template(problem.messages, add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program of its author's
-            raise UserError(f"{problem.where}: the chat template refuses this prompt: {error}") from None
+            text = verl_text(tokenizer, problem.messages, kwargs)
+        except UserError as error:
+            raise UserError(f"{problem.where}: {error}") from None
         length = len(tokenizer(text, add_special_tokens=False)["input_ids"])
         (short if length <= limit else long).append(problem)
     return short, long
@@ -203,6 +222,33 @@ def shared_prompts(train: Sequence[Problem], val: Sequence[Problem]) -> list[Pro
     return [problem for problem in train if prompt_id(problem.messages, None) in asked]
 
 
+def prompt_type(problems: Sequence[Problem]):
+    """The parquet type of the prompts: role and content, and what other fields their messages have."""
+    import pyarrow
+
+    text = pyarrow.string()
+    fields = {"role": text, "content": text}
+    names = {name: None for problem in problems for message in problem.messages for name in message if name not in fields}
+    for name in names:
+        values = [message.get(name) for problem in problems for message in problem.messages]
+        try:
+            fields[name] = pyarrow.infer_type(values)
+        except pyarrow.ArrowException as error:
+            reason = str(error).splitlines()[0][:120]
+            raise UserError(f"the messages' {name} have no one type that parquet holds ({reason}); give it as text") from None
+    return pyarrow.list_(pyarrow.struct(fields))
+
+
+def as_verl_reads(problems: dict[str, list[Problem]]) -> dict[str, list[Problem]]:
+    """The problems with the messages that come back from parquet: in each the fields of all, null where it has none."""
+    import pyarrow
+
+    kind = prompt_type([problem for rows in problems.values() for problem in rows])
+    return {split: [problem._replace(messages=messages) for problem, messages in
+                    zip(rows, pyarrow.array([problem.messages for problem in rows], type=kind).to_pylist())]
+            for split, rows in problems.items()}  # fmt: skip
+
+
 def to_parquet(problems: Sequence[Problem], split: str, form: Kind, data_source: str, reward: str) -> bytes:
     """The bytes of a parquet file with one row a problem, under the schema VERL's RLHFDataset reads."""
     import pyarrow
@@ -211,7 +257,7 @@ def to_parquet(problems: Sequence[Problem], split: str, form: Kind, data_source:
     text = pyarrow.string()
     schema = pyarrow.schema({
         "data_source": text,
-        "prompt": pyarrow.list_(pyarrow.struct({"role": text, "content": text})),
+        "prompt": prompt_type(problems),
         "ability": text,
         "reward_model": pyarrow.struct({"style": text, "ground_truth": text}),
         "extra_info": pyarrow.struct({"split": text, "index": pyarrow.int64(), "reward": text}),
@@ -255,6 +301,8 @@ def parse_args(arguments: Sequence[str] | None):
     parser.add_argument("--data_source", help="name of the data in VERL's metrics (default: that of the kind)")
     parser.add_argument("--model", help="count prompts in this model's tokens, against --max_prompt_length")
     parser.add_argument("--max_prompt_length", type=integer(1), default=512, help="tokens (%(default)s)")
+    parser.add_argument(FLAG, type=json_object, default={}, metavar="JSON",
+                        help="variables of its chat template; give the launcher the same")  # fmt: skip
     parser.add_argument("--overlong", choices=("refuse", "drop"), default="refuse", help="longer prompts (%(default)s)")
     parser.add_argument("--unusable", choices=("refuse", "drop"), default="refuse",
                         help="answers the reward cannot use (%(default)s)")  # fmt: skip
@@ -293,12 +341,18 @@ def load_both(options) -> dict[str, list[Problem]]:
 
 def keep_short(problems: dict[str, list[Problem]], options) -> dict[str, list[Problem]]:
     """Refuse or drop, as --overlong says, the prompts of more than --max_prompt_length tokens of --model."""
+    more = [row.where for rows in problems.values() for row in rows for message in row.messages if len(message) > 2]
+    if not options.model and (more or options.chat_template_kwargs):
+        what = f"{more[0]}: has messages with more than role and content" if more else FLAG
+        raise UserError(f"{what}: pass --model, whose chat template says what becomes of it")
     if not options.model:
         warn_on_stderr("prompt lengths are not checked; pass --model to count them in its tokens")
         return problems
     tokenizer, kept = load_chat_tokenizer(options.model), {}
+    check_variables(tokenizer, options.chat_template_kwargs)
+    problems = as_verl_reads(problems) if more else problems
     for split, rows in problems.items():
-        kept[split], long = split_by_length(rows, tokenizer, options.max_prompt_length)
+        kept[split], long = split_by_length(rows, tokenizer, options.max_prompt_length, options.chat_template_kwargs)
         if long and options.overlong == "refuse":
             raise UserError(
                 f"{long[0].where}: {len(long)} of {len(rows)} {split} prompts, this one first, are longer than "

@@ -13,6 +13,7 @@ UNLESS_NEUTRAL = {
     "scoring": ("exact", "{} scoring"),
     "params": (None, "parameters {}"),
     "revision": (None, "revision {}"),
+    "chat_template_kwargs": (None, "template {}"),
 }
 # shown where files that are compared differ in it
 IF_DIFFERENT = {

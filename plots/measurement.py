@@ -68,6 +68,11 @@ class Measurement:
             raise UserError(self.moments.oracle_value)
         return self.moments.oracle_value
 
+    @property
+    def value_label(self) -> str:
+        """What V(x) is, for the label of its axis."""
+        return f"V(x): {'probability of a right answer' if self.moments.zero_one else 'expected reward'}"
+
     def at(self, name: str, group_size: int) -> Moments:
         """One closed-form estimator's moments at any K. Raises UserError with the reason where it has none."""
         found = moments_of(self.moments, name, group_size)

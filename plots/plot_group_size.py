@@ -56,6 +56,9 @@ def check_law(law: dict | None, name: str) -> None:
         raise UserError(f"{name}: the curve of its group_size_law holds something that is not a list of numbers")
     if len({len(values) for values in lists}) != 1 or min(curve["G"], default=0) < 2:
         raise UserError(f"{name}: the lists of its group_size_law's curve do not belong together")
+    if not max(curve["mse_times_N"]) > 0:  # with few prompts the noise of c1 and c2 may outweigh all
+        raise UserError(f"{name}: no predicted MSE of its group_size_law is above 0, so there is nothing to draw; measure more "
+                        "prompts (--T)")
     band = curve.get("ci95")
     if band is not None and not (isinstance(band, list) and len(band) == len(curve["G"]) and all(map(_is_pair, band))):
         raise UserError(f"{name}: the ci95 of its group_size_law's curve does not hold an interval for each G")
@@ -83,6 +86,8 @@ def plot_group_size(law: dict, ax=None, label: str | None = None, budget: int | 
     curve, divisor = law["curve"], budget or 1
     count = sum(size <= (budget or math.inf) for size in curve["G"])  # a group cannot be larger than the budget
     sizes, values = curve["G"][:count], [value / divisor for value in curve["mse_times_N"][:count]]
+    if not max(values, default=0) > 0:
+        raise UserError(f"{label or 'group_size_law'}: no predicted MSE at G up to {budget} is above 0; raise --budget")
     parts = {name: [value / divisor for value in curve["terms"][name][:count]] for name in TERMS}
     _draw_range(ax, law, sizes[-1])
     if curve.get("ci95") is not None:

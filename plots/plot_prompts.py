@@ -1,7 +1,8 @@
 """Where does the variance come from: easy, hard or middle prompts? Traces of single prompts against V(x).
 
 Functions for plots/results.ipynb; each takes a ``Measurement`` with Grams (else it raises UserError) and an ``ax``,
-and returns (figure, ax). MSE is trace(Cov | x) in squared gradient units; V(x) the probability of a right answer.
+and returns (figure, ax). MSE is trace(Cov | x) in squared gradient units; V(x) the expected reward, for rewards of 0
+and 1 the probability of a right answer.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from plots.measurement import Measurement
 from plots.style import CURVES, finish, new_ax
 
 SHOWN = ("naive", "grpo", "oracleV")
-DIFFICULTIES = {"hard": "V < 0.25", "middle": "0.25 to 0.75", "easy": "V > 0.75"}
+DIFFICULTIES = ("hard", "middle", "easy")
 HATCHES = {"naive": "////", "grpo": "", "oracleV": "...."}
 
 
@@ -27,21 +28,27 @@ def plot_prompt_traces(measured: Measurement, group_size: int, ax=None):
                 markersize=4.5, markerfacecolor=look.colour if name == "grpo" else "none",
                 label=look.label + note)  # fmt: skip
     ax.set_yscale("log")
-    ax.set_xlim(-0.03, 1.03)
-    ax.set_xlabel(f"V(x): probability of a right answer\n(n = {len(values):,} prompts)")
+    if measured.moments.zero_one:
+        ax.set_xlim(-0.03, 1.03)
+    ax.set_xlabel(f"{measured.value_label}\n(n = {len(values):,} prompts)")
     ax.set_ylabel(f"MSE of one prompt at K = {group_size}")
     finish(ax, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return ax.get_figure(), ax
 
 
-def difficulty(values: np.ndarray) -> np.ndarray:
-    """Which of DIFFICULTIES each V (n,) belongs to: (n,) 0, 1, 2. Hard is below 0.25, easy above 0.75."""
-    return np.where(values < 0.25, 0, np.where(values <= 0.75, 1, 2))
+def difficulty(values: np.ndarray, zero_one: bool = True) -> tuple[np.ndarray, float, float]:
+    """Which of DIFFICULTIES each V (n,) belongs to: (n,) 0, 1, 2; hard is below ``low``, easy above ``high``.
+
+    (low, high) is (0.25, 0.75) for rewards of 0 and 1, else the quartiles of V over the prompts.
+    """
+    low, high = (0.25, 0.75) if zero_one else np.quantile(values, [0.25, 0.75])
+    return np.where(values < low, 0, np.where(values <= high, 1, 2)), low, high
 
 
 def plot_variance_shares(measured: Measurement, group_size: int, ax=None):
     """What hard, middle and easy prompts contribute to the mean MSE at K = ``group_size``; bars add up to the mean."""
-    ax, kinds, bootstrap = new_ax(ax, height=3.4), difficulty(measured.oracle_values), measured.bootstrap
+    ax, bootstrap = new_ax(ax, height=3.4), measured.bootstrap
+    kinds, low, high = difficulty(measured.oracle_values, measured.moments.zero_one)
     for place, name in enumerate(SHOWN):
         trace, look = measured.at(name, group_size).trace, CURVES[name]
         parts = [bootstrap.mean(trace * (kinds == kind)) for kind in range(len(DIFFICULTIES))]
@@ -51,7 +58,8 @@ def plot_variance_shares(measured: Measurement, group_size: int, ax=None):
         ax.bar(np.arange(3) + 0.27 * (place - 1), heights, width=0.25, yerr=bars, capsize=2, color=look.colour,
                hatch=HATCHES[name], edgecolor="white", linewidth=0, error_kw={"elinewidth": 1}, label=look.label)  # fmt: skip
     counts = np.bincount(kinds, minlength=3)
-    names = [f"{name}\n{values}\nn = {count:,}" for (name, values), count in zip(DIFFICULTIES.items(), counts)]
+    ranges = (f"V < {low:.3g}", f"{low:.3g} to {high:.3g}", f"V > {high:.3g}")
+    names = [f"{name}\n{values}\nn = {count:,}" for name, values, count in zip(DIFFICULTIES, ranges, counts)]
     ax.set_xticks(range(3), names)
     ax.axhline(0, color="black", linewidth=0.8)
     ax.set_ylabel(f"part of the mean MSE at K = {group_size}")

@@ -70,7 +70,8 @@ def plot_best_baselines(measured: Measurement, group_size: int, ax=None):
 
     As noisy: both traces are the same, as where every reward is 0 and both estimates are.
     On the diagonal ||g||^2 is uncorrelated with the reward (the paper's Assumption 2). A constant baseline b has the
-    variance A - 2 b N + b^2 D with b* = N/D, so below b* = V/2 the baseline V(x) is worse than none.
+    variance A - 2 b N + b^2 D with b* = N/D, so where b* is below V/2 (above it for V < 0) the baseline V(x) is worse
+    than none.
     """
     ax, values = new_ax(ax, height=3.7), measured.oracle_values
     best = np.array([best_baseline(each) for each in measured.scores])
@@ -79,13 +80,17 @@ def plot_best_baselines(measured: Measurement, group_size: int, ax=None):
     kinds = ((~equal & (grpo > vanilla), "s", CURVES["naive"].colour, "noisier than"),
              (~equal & (grpo < vanilla), "o", CURVES["grpo"].colour, "less noisy than"),
              (equal, "x", "black", "as noisy as"))  # fmt: skip
-    ax.fill_between([0, 1], [0, 0.5], color="#999999", alpha=0.25, linewidth=0, label="V(x) worse than no baseline")
-    ax.plot([0, 1], [0, 1], color="black", linewidth=1, label="Assumption 2 holds: b* = V(x)")
+    low, high = (0.0, 1.0) if measured.moments.zero_one else (min(0.0, values.min()), max(0.0, values.max()))
+    for edge, beyond in ((high, low), (low, high)):  # below V/2 where V is above 0, above V/2 where V is below 0
+        if edge != 0:
+            ax.fill_between([0, edge], [0, edge / 2], beyond, color="#999999", alpha=0.25, linewidth=0,
+                            label="V(x) worse than no baseline" if edge == high else None)  # fmt: skip
+    ax.plot([low, high], [low, high], color="black", linewidth=1, label="Assumption 2 holds: b* = V(x)")
     for chosen, marker, colour, text in kinds if equal.any() else kinds[:2]:
         ax.plot(values[chosen], best[chosen], linestyle="", marker=marker, color=colour, markersize=4.5,
                 markerfacecolor="none" if marker == "o" else colour,
                 label=f"GRPO {text} vanilla ({chosen.sum()} of {len(values)})")  # fmt: skip
-    ax.set_xlabel(f"V(x): probability of a right answer\n(n = {len(values):,} prompts, K = {group_size})")
+    ax.set_xlabel(f"{measured.value_label}\n(n = {len(values):,} prompts, K = {group_size})")
     ax.set_ylabel("best baseline b*(x)")
     finish(ax, loc="lower center", bbox_to_anchor=(0.4, 1.0))
     return ax.get_figure(), ax

@@ -82,9 +82,10 @@ def finish(ax, title: str | None = None, /, **legend) -> None:
     """Faint grid, title if there is one, and a legend (``legend``: matplotlib's settings) if a curve has a name."""
     ax.grid(True, alpha=0.3, linewidth=0.6)
     if title:
-        ax.set_title(title)
+        ax.set_title(title, parse_math=False)  # a name of a file or a model may hold a dollar
     if ax.get_legend_handles_labels()[1]:
-        ax.legend(**{"frameon": False, "fontsize": "small", **legend})
+        for text in ax.legend(**{"frameon": False, "fontsize": "small", **legend}).get_texts():
+            text.set_parse_math(False)
 
 
 def note(ax, text: str) -> None:

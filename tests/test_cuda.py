@@ -9,6 +9,7 @@ from tiny_models import enumerable_policy, enumerate_outcomes, random_continuati
 
 from data.make_arithmetic import make_problems, write_jsonl
 from Gradient_evaluation.memory import Batch, limited_memory
+from Gradient_evaluation.models import resolve_device
 from Gradient_evaluation.sampling import SamplingLaw, sample_continuations, uniforms
 from Gradient_evaluation.score_gram import ScoreGram
 
@@ -54,7 +55,7 @@ def test_peak_memory_of_a_block_is_the_model_and_its_activations():
 
 def test_max_memory_makes_the_gpu_refuse_and_the_batch_shrink():
     batch = Batch("--gen_bs", 64, least=1)
-    with limited_memory(1.0, torch.device("cuda")):
+    with limited_memory(1.0, resolve_device("auto")):
         assert batch.run(lambda size: torch.empty(size * 2**26, dtype=torch.uint8, device="cuda").numel(), "here") < 2**30
     assert batch.size < 64
 
@@ -69,7 +70,7 @@ def test_gram_in_bfloat16_products_is_near_that_of_float32(checkpointing):
 
 
 def test_processes_on_gpus_of_their_own_leave_what_one_leaves(tmp_path):
-    """torchrun over NCCL with every GPU of the machine."""
+    """torchrun with every GPU of the machine."""
     count = torch.cuda.device_count()
     if count < 2:
         pytest.skip("has one GPU")

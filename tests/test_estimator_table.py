@@ -30,13 +30,12 @@ from Gradient_evaluation.estimator_table import (
     shrinkage_weights,
 )
 from Gradient_evaluation.estimators import effective_group_size, prompt_trace_covs, reduce_prompts, summarise
-from Gradient_evaluation.prompt_moments import PromptMoments
+from Gradient_evaluation.prompt_moments import CLASSES, PromptMoments
 from Gradient_evaluation.resampled_groups import GroupMoments, group_moments, partitions
 
 EXACT = dict(rel=1e-10, abs=1e-10)
 GREEDY = 0.25
-RESAMPLED = [name for name, entry in ESTIMATORS.items() if entry.group]
-CLOSED = [name for name in ESTIMATORS if name not in RESAMPLED]
+KINDS = list(dict.fromkeys(entry.group for entry in ESTIMATORS.values() if entry.group))
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -66,8 +65,20 @@ def mean_of(advantages, scores):
     return (advantages[..., None] * scores).mean(-2)
 
 
-def per_token(advantages, scores, lengths):
-    return (advantages[..., None] * scores).sum(-2) / lengths.sum(-1)[:, None]
+def kept_groups(policy, group_size):
+    """Indices (n, K) of the groups whose rewards are not all equal, and their probabilities (n,)."""
+    index, chance = policy.tuples(group_size)
+    kept = np.array([len(set(row)) > 1 for row in policy.rewards[index].tolist()])
+    return index[kept], chance[kept]
+
+
+def batch_length(policies, kept_at=None):
+    """Mean tokens of a continuation over all prompts; over their groups of ``kept_at`` that are not silent."""
+    if kept_at is None:
+        return np.mean([policy.probs @ policy.lengths for policy in policies])
+    groups = [(policy.lengths[index].mean(-1), chance) for policy in policies
+              for index, chance in [kept_groups(policy, kept_at)]]  # fmt: skip
+    return sum(chance @ length for length, chance in groups) / sum(chance.sum() for _, chance in groups)
 
 
 def brute_force(name, policies, index, group_size):
@@ -94,10 +105,10 @@ def brute_force(name, policies, index, group_size):
         "std_verl": lambda g, r, n: mean_of(over_std(r), g),
         "std_paper": lambda g, r, n: mean_of(loo_over_std(r), g),
         "opo": lambda g, r, n: mean_of(r - (n * r).sum(-1, keepdims=True) / n.sum(-1, keepdims=True), g),
-        "token_mean": lambda g, r, n: per_token(r - other_members(r), g, n),
-        "verl_default": lambda g, r, n: per_token(over_std(r), g, n),
+        "token_mean": lambda g, r, n: mean_of(r - other_members(r), g) / batch_length(policies),
+        "verl_default": lambda g, r, n: mean_of(over_std(r), g) / batch_length(policies),
         "dynamic_sampling": lambda g, r, n: mean_of(r - other_members(r), g),
-        "dapo": lambda g, r, n: per_token(over_std(r), g, n),
+        "dapo": lambda g, r, n: mean_of(over_std(r), g) / batch_length(policies, group_size),
     }[name]
 
 
@@ -141,8 +152,8 @@ def exact_prompts(policies, group_sizes=()) -> PromptMoments:
         rows.append((policy.value, (a, n, d), best_trace, exact_pairs(policy, g), by_length, mixture))
     value, coefficients, best_trace, pairs, by_length, mixture = (np.array(column) for column in zip(*rows))
     groups = {
-        (name, size): GroupMoments(*np.array([exact_group(policies, at, name, size) for at in range(len(policies))]).T)
-        for name in RESAMPLED
+        (kind, size): GroupMoments(*np.array([exact_group(policy, kind, size) for policy in policies]).T)
+        for kind in KINDS
         for size in group_sizes
     }
     unused = np.ones(len(policies))
@@ -150,16 +161,35 @@ def exact_prompts(policies, group_sizes=()) -> PromptMoments:
         oracle_value=value, greedy_reward=np.full(len(policies), GREEDY), mean_reward=value, coefficients=coefficients,
         best_trace=best_trace, pairs=PairMoments(*pairs.T), pairs_by_length=PairMoments(*by_length.T), mixture=mixture,
         groups=groups, score_mean_sq=unused, score_norm_sq=unused, outcome_share=unused, n_outcomes=unused,
-        n_blocks=unused,
+        n_blocks=unused, theta_sq_noise=unused, outcomes=[ExactOutcomes(policy) for policy in policies],
     )  # fmt: skip
 
 
-def exact_group(policies, at, name, size) -> GroupMoments:
-    """The exact GroupMoments of one rule: dropped groups count as an estimate of 0."""
-    policy, drop = policies[at], ESTIMATORS[name].group.drop_equal
-    share, mean, _, second = law(policy, brute_force(name, policies, at, size), size, drop)
+def exact_group(policy, kind, size) -> GroupMoments:
+    """The exact GroupMoments of one kind of advantages."""
+    name = next(name for name, entry in ESTIMATORS.items() if entry.group == kind and not entry.per_token)
+    _, mean, _, second = law(policy, brute_force(name, [policy] * 2, 0, size), size)
     theta = policy.probs @ ((policy.rewards - policy.value)[:, None] * policy.scores)  # the mean of the pair kernel
-    return GroupMoments(share, share * second, share**2 * (mean @ mean), share * (mean @ theta))
+    return GroupMoments(second, mean @ mean, mean @ theta)
+
+
+class ExactOutcomes:
+    """In the place of RewardCounts: the law instead of a sample, with the true chances of every group."""
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.zero_one = set(policy.rewards.tolist()) <= {0, 1}
+        self.mean_length = policy.probs @ policy.lengths
+
+    def silent_share(self, group_size):
+        return 1 - kept_groups(self.policy, group_size)[1].sum()
+
+    def kept_beside_a_pair(self, group_size):
+        return 1 - self.silent_share(group_size)
+
+    def kept_tokens(self, group_size):
+        index, chance = kept_groups(self.policy, group_size)
+        return chance @ self.policy.lengths[index].mean(-1)
 
 
 def some_policies(seed, centred=True, binary=True):
@@ -187,7 +217,7 @@ def check_law(policies, name, group_size):
     prompts, entry = exact_prompts(policies, [group_size]), ESTIMATORS[name]
     found = moments_of(prompts, name, group_size)
     for at, policy in enumerate(policies):
-        drop = entry.group is not None and entry.group.drop_equal
+        drop = entry.drop_silent
         share, mean, trace, _ = law(policy, brute_force(name, policies, at, group_size), group_size, drop)
         assert found.trace[at] == pytest.approx(trace, **EXACT)
         assert found.signal[at] == pytest.approx(mean @ mean, **EXACT)
@@ -208,7 +238,7 @@ def check_law(policies, name, group_size):
 def test_traces_hold_for_scores_whose_mean_is_not_zero(name, group_size):
     policies = some_policies(4, centred=False, binary=False)
     found = moments_of(exact_prompts(policies, [group_size]), name, group_size)
-    drop = ESTIMATORS[name].group is not None and ESTIMATORS[name].group.drop_equal
+    drop = ESTIMATORS[name].drop_silent
     for at, policy in enumerate(policies):
         _, _, trace, _ = law(policy, brute_force(name, policies, at, group_size), group_size, drop)
         assert found.trace[at] == pytest.approx(trace, **EXACT)
@@ -256,12 +286,12 @@ def test_any_mixture_of_leave_one_out_and_a_constant_has_its_exact_trace(seed, c
 
 @pytest.mark.parametrize("binary", [True, False], ids=["binary", "real"])
 @pytest.mark.parametrize("group_size, size, n_outcomes", [(2, 4, 6), (2, 5, 6), (3, 5, 5), (3, 6, 4), (4, 8, 3)])
-@pytest.mark.parametrize("name", RESAMPLED)
-def test_resampled_group_moments_are_unbiased_over_all_blocks(name, group_size, size, n_outcomes, binary):
+@pytest.mark.parametrize("kind", KINDS)
+def test_resampled_group_moments_are_unbiased_over_all_blocks(kind, group_size, size, n_outcomes, binary):
     policy = random_policy(7, n_outcomes=n_outcomes, binary=binary)
     gram, rewards, lengths, chance = policy.blocks(size)
-    found = group_moments(gram, rewards, lengths, ESTIMATORS[name].group, group_size, n_groups=3)
-    truth = exact_group([policy] * 2, 0, name, group_size)
+    found = group_moments(gram, rewards, lengths, kind, group_size, n_groups=3)
+    truth = exact_group(policy, kind, group_size)
     for part, estimate, exact in zip(GroupMoments._fields, found, truth):
         if part == "disjoint" and 2 * group_size > size:
             assert np.isnan(estimate).all()
@@ -483,7 +513,7 @@ def test_averages_over_kept_groups_weigh_prompts_by_their_share_of_them():
 
 def with_counts(prompts):
     """The same moments with the fields that summarise reports about the scores."""
-    three = np.ones((len(prompts), 3))
+    three = np.ones((len(prompts), len(CLASSES)))
     return dataclasses.replace(prompts, score_norm_sq=three, outcome_share=three, n_outcomes=three)
 
 
@@ -500,7 +530,7 @@ def test_when_every_group_is_dropped_there_is_a_reason_instead_of_a_number():
 def test_names_and_aliases_resolve_and_unknown_ones_list_what_there_is():
     assert resolve(["rloo", "vanilla", "opo", "opo"]) == [*DEFAULT, "opo"]
     assert set(ALIASES.values()) <= set(ESTIMATORS)
-    assert list(group_rules(["opo", "dr_grpo", "dapo"])) == ["opo", "dapo"] and group_rules([]) == {}
+    assert list(group_rules(["opo", "dr_grpo", "dynamic_sampling", "dapo"])) == ["opo", "dapo"] and group_rules([]) == {}
     with pytest.raises(ValueError, match="unknown estimator 'grpoo': one of naive, .*, rloo"):
         summarise(sampled_records(3), [4], names=["grpoo"])
 
@@ -510,3 +540,60 @@ def test_moments_reduced_without_an_estimator_do_not_pass_for_its_results():
     for sizes, names in (([8], ["opo"]), ([4], ["std_verl"])):
         with pytest.raises(ValueError, match="call reduce_prompts"):
             summarise(prompts, sizes, 10, names=names)
+
+
+# --- the batch's denominator, against VERL ---
+
+
+@pytest.mark.parametrize("name", ["verl_default", "token_mean", "dapo"])
+def test_token_mean_aggregation_is_that_of_verls_loss_over_a_whole_update_batch(name):
+    """One update batch holds every possible group once; VERL's own advantages and agg_loss, one group at a time.
+
+    The policies' outcomes are equally likely, so the batch's tokens over its continuations are exactly the mean length.
+    """
+    pytest.importorskip("verl", reason="verl is not installed")
+    torch = pytest.importorskip("torch")
+    from verl.trainer.ppo.core_algos import agg_loss, compute_grpo_outcome_advantage
+
+    policies, K, entry = some_policies(8, binary=True)[1:], 2, ESTIMATORS[name]
+    policies = [policy._replace(probs=np.full(5, 0.2)) for policy in policies]
+    policies = [policy._replace(scores=policy.scores - policy.scores.mean(0)) for policy in policies]
+    kept_only = [kept_groups(policy, K)[0] if entry.drop_silent else policy.tuples(K)[0] for policy in policies]
+    width = max(policy.lengths.max() for policy in policies)
+    tokens = sum(policy.lengths[groups].sum() for policy, groups in zip(policies, kept_only))
+    n_groups = sum(map(len, kept_only))
+    found = moments_of(exact_prompts(policies, [K]), name, K)
+    assert policies[0].lengths.mean() != policies[1].lengths.mean()
+    for at, (policy, groups) in enumerate(zip(policies, kept_only)):
+        gradients = []
+        for group in groups:
+            length = torch.tensor(policy.lengths[group])
+            mask = (torch.arange(width) < length[:, None]).double()
+            reward = torch.zeros_like(mask)
+            reward[:, 0] = torch.tensor(policy.rewards[group])
+            advantages, _ = compute_grpo_outcome_advantage(reward, mask, np.zeros(K, dtype=int))
+            if name == "token_mean":  # leave-one-out, which this function of VERL's has not
+                others = torch.tensor(policy.rewards[group] - other_members(policy.rewards[group]))
+                advantages = others[:, None] * mask
+            parameters = torch.zeros(policy.scores.shape[1], dtype=torch.float64, requires_grad=True)
+            score = torch.tensor(policy.scores[group])
+            log_prob = (score @ parameters / length)[:, None].expand_as(mask)  # each token has its part of the score
+            loss = -advantages * torch.exp(log_prob - log_prob.detach())
+            agg_loss(loss, mask, "token-mean", batch_num_tokens=int(tokens)).backward()
+            gradients.append(-n_groups * parameters.grad.numpy())  # the batch's gradient is the mean over its groups
+        gradients = np.array(gradients)
+        mean = gradients.mean(0)
+        assert found.signal[at] == pytest.approx(mean @ mean, rel=1e-6)
+        assert found.trace[at] == pytest.approx(((gradients - mean) ** 2).sum(1).mean(), rel=1e-6)
+
+
+def test_token_mean_is_grpo_in_another_unit_and_keeps_its_effective_group_size():
+    records = sampled_records(sizes=(32, 32))
+    results = summarise(records, [4, 8], n_bootstrap=200, names=["token_mean"])
+    found, plain = results["estimators"]["token_mean"], results["estimators"]["grpo"]
+    length = np.mean([np.mean([block[2].mean() for block in record.blocks]) for record in records])
+    assert [note["tokens_per_continuation"] for note in found["notes"]] == pytest.approx([length, length])
+    assert found["trace_cov"] == pytest.approx(np.array(plain["trace_cov"]) / length**2)
+    assert found["signal_to_noise"] == pytest.approx(plain["signal_to_noise"])
+    assert found["effective_group_size"] == pytest.approx([4, 8], rel=1e-9)
+    assert found["mse"] == [None, None]

@@ -60,7 +60,8 @@ def test_a_sketch_does_not_depend_on_the_process_or_the_order_of_prompts():
     grams = ScoreGram(tiny_model("qwen2"), LAW, sketch_dim=4)
     grams.block(PROMPTS[1], random_continuations(1, (3, 6, 1, 5)), weights=WEIGHTS)
     b = grams.block(PROMPTS[0], random_continuations(0, (3, 6, 1, 5)), weights=WEIGHTS).sketch
-    assert (a == b).all() and a.shape[1] == sum(grams.sketch.sizes.values())
+    assert a.shape[1] == sum(grams.sketch.sizes.values())
+    np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * np.abs(a).max())  # sketches are float32
 
 
 def test_sketching_leaves_the_gram_as_it_is():
@@ -69,7 +70,7 @@ def test_sketching_leaves_the_gram_as_it_is():
     plain = ScoreGram(model, LAW).block(PROMPTS[0], continuations)
     assert plain.sketch is None
     again = ScoreGram(tiny_model("qwen2"), LAW, sketch_dim=8).block(PROMPTS[0], continuations, weights=WEIGHTS)
-    assert (again.gram == plain.gram).all()
+    np.testing.assert_allclose(again.gram, plain.gram, rtol=0, atol=1e-12 * np.abs(plain.gram).max())
 
 
 def test_matrices_stay_far_smaller_than_the_parameters():
@@ -97,6 +98,7 @@ def test_the_default_sketch_adds_less_than_10_percent_to_the_arithmetic_of_a_blo
             grams.block(list(range(1, 61)), continuations, weights=weights)
         return counter.get_total_flops()
 
+    operations(None)  # the first block looks at the model too
     plain, sketched = operations(None), operations(np.ones((1, 16)) / 16)
     print(f"sketch adds {sketched / plain - 1:.1%}")
     assert plain < sketched < 1.1 * plain

@@ -2,6 +2,7 @@
 
 import json
 from itertools import product
+from math import comb
 
 import numpy as np
 import pytest
@@ -17,7 +18,6 @@ from Gradient_evaluation.group_size_law import (
     group_size_law,
     mse_times_budget,
     near_best,
-    silent_share,
 )
 from Gradient_evaluation.group_size_report import budget_table, report
 from Gradient_evaluation.prompt_bootstrap import PromptBootstrap
@@ -30,6 +30,7 @@ from Gradient_evaluation.prompt_pairs import (
     prompt_averaged_cosines,
     sketch_covariance,
 )
+from Gradient_evaluation.silent_groups import RewardCounts, reward_counts
 from test_estimators import exact_pair_moments, leave_one_out
 
 SHAPE = (12, 12)  # a gradient of the tests is one matrix of this shape, flattened
@@ -68,13 +69,13 @@ def draw_groups(family, n, size, generator):
 
 
 def sample_prompts(family, n, block, generator):
-    """n prompts drawn from the family, one block each → theta_sq, zeta1, zeta2, GRPO gradients (n, d), V (n,)."""
+    """n prompts drawn from the family, one block each → theta_sq, zeta1, zeta2, GRPO gradients (n, d), rewards counted (n,)."""
     which, scores, rewards = draw_groups(family, n, block, generator)
     moments = pair_moments(scores @ scores.swapaxes(1, 2), rewards)
     gradients = leave_one_out(scores, rewards, None)
-    values = np.array([policy.value for policy in family])[which]
+    outcomes = [reward_counts(each, np.ones(block)) for each in rewards]
     theta_sq = moments.disjoint
-    return theta_sq, moments.shared_member - theta_sq, moments.same_pair - theta_sq, gradients, values
+    return theta_sq, moments.shared_member - theta_sq, moments.same_pair - theta_sq, gradients, outcomes
 
 
 def sketch(gradients, k, seed):
@@ -367,13 +368,18 @@ def test_powers_of_two_are_those_in_the_range():
 # --- cases without an answer ---
 
 
+def coin(n):
+    """As many rewards of 0 as of 1 among n continuations."""
+    return RewardCounts(np.array([0, 1]), np.array([n // 2, n // 2]), np.ones(2))
+
+
 def plain_case(n=40, c1=1.0, c2=1.0, c3=9.0, spread=0.1, seed=0, mean=0.0):
     """Prompts with given constants and a spread between prompts; whole gradients in 3 dimensions."""
     generator = np.random.default_rng(seed)
     noise = spread * generator.normal(size=(4, n))
     gradients = mean + generator.normal(size=(n, 3)) * 0.05
     theta_sq = c1 + 3 * mean**2 + noise[0]
-    return theta_sq, c2 / 4 + noise[1], (c3 + c2) / 2 + noise[2], gradients, np.full(n, 0.5)
+    return theta_sq, c2 / 4 + noise[1], (c3 + c2) / 2 + noise[2], gradients, [coin(512)] * n
 
 
 ANSWERS = ("G_star", "G_star_ci95", "best_integer", "within_10_percent", "powers_of_two", "G_star_at_least")
@@ -385,7 +391,7 @@ def test_rewards_that_never_differ_have_no_best_group_size_and_say_why():
     moments = pair_moments(grams @ grams.swapaxes(1, 2), rewards)
     theta_sq = moments.disjoint
     law = group_size_law(theta_sq, moments.shared_member - theta_sq, moments.same_pair - theta_sq, np.zeros((6, 4)),
-                         np.full(6, 0.1), n_bootstrap=50)  # fmt: skip
+                         n_bootstrap=50)  # fmt: skip
     for name in (*ANSWERS, "almost_best", "more_prompts", "gradient_noise_scale"):
         assert law[name] is None and law["reasons"][name].startswith("no reward ever differed"), name
     assert law["relative_mse"]["value"] is None and "no reward ever differed" in law["reasons"]["relative_mse"]
@@ -468,7 +474,7 @@ def test_records_without_sketches_say_so():
 
 
 def test_gradients_that_are_all_zero_do_not_crash():
-    law = group_size_law(np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4)), np.ones(6), n_bootstrap=50)
+    law = group_size_law(np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4)), n_bootstrap=50)
     assert law["c1"] == 0.0 and law["gradient_noise_scale"] is None
     json.dumps(law, allow_nan=False)
 
@@ -498,15 +504,24 @@ def test_arrays_that_do_not_belong_together_are_refused(spoil, message):
 # --- silent groups, budgets, words ---
 
 
-def test_the_share_of_silent_groups_is_that_of_an_enumeration():
-    family, size = make_family(seed=7), 3
-    exact = 0.0
-    for policy in family:
-        index, chance = policy.tuples(size)
-        rewards = policy.rewards[index]
-        exact += chance @ (rewards == rewards[:, :1]).all(1) / len(family)
-    assert silent_share(np.array([policy.value for policy in family]), [size]) == pytest.approx([exact])
-    assert silent_share(np.array([0.0, 1.0]), [2, 64]) == pytest.approx([1.0, 1.0])
+def test_the_share_of_silent_groups_is_the_mean_over_prompts_of_the_unbiased_share_for_any_rewards():
+    """4 continuations: all equal; 3 of one reward; all different."""
+    outcomes = [RewardCounts(np.arange(len(c)) - 0.5, np.array(c), np.ones(len(c))) for c in ([4], [3, 1], [1, 1, 1, 1])]
+    silent = group_size_law(*plain_case(n=3)[:3], None, outcomes, n_bootstrap=20)["silent_share"]
+    assert silent["share"][:2] == pytest.approx([(1 + 3 / 6 + 0) / 3, 1 / 3])
+    assert silent["continuations"] == 4 and silent["share"][2:] == [None] * 7 == silent["ci95"][2:]
+
+
+def test_a_silent_share_that_is_not_known_is_null_with_its_reason():
+    *case, outcomes = plain_case()
+    law = group_size_law(*case, [coin(16)] * len(outcomes), n_bootstrap=20)
+    assert "16 continuations" in law["reasons"]["silent_share.share"]
+    assert [row["silent_share"] is None for row in budget_table(law, 32)] == [False] * 4 + [True]
+    assert "silent" in report(law, 32)
+    law = group_size_law(*case, n_bootstrap=20)
+    assert law["silent_share"]["share"] is None and law["reasons"]["silent_share"]
+    with pytest.raises(ValueError, match="outcomes: 3 prompts, not 40"):
+        group_size_law(*case, outcomes[:3], n_bootstrap=10)
 
 
 def test_the_budget_table_has_the_powers_of_two_that_fit_and_counts_what_is_really_used():
@@ -517,18 +532,10 @@ def test_the_budget_table_has_the_powers_of_two_that_fit_and_counts_what_is_real
         expected = (law["c1"] + law["c2"] / row["G"] + law["c3"] / row["G"] / (row["G"] - 1)) / row["B"]
         assert row["mse"] == pytest.approx(expected) and row["continuations"] == row["G"] * row["B"] <= 100
         assert row["mse_ci95"][0] < row["mse"] < row["mse_ci95"][1]
-        assert row["silent_share"] == pytest.approx(2 * 0.5 ** row["G"])
+        assert row["silent_share"] == pytest.approx(2 * comb(256, row["G"]) / comb(512, row["G"]))
     assert [row["G"] for row in budget_table(law, 10**6)] == [g for g in 2 ** np.arange(1, 10)]
     with pytest.raises(ValueError, match="at least|must hold"):
         budget_table(law, 1)
-
-
-def test_rewards_that_are_not_binary_have_no_share_of_silent_groups():
-    *case, values = plain_case()
-    law = group_size_law(*case, values + 1, n_bootstrap=20)
-    assert law["silent_share"]["share"] is None and "0 or 1" in law["reasons"]["silent_share"]
-    assert budget_table(law, 8)[0]["silent_share"] is None
-    assert "silent" in report(law, 8)
 
 
 def test_the_report_states_constants_best_size_range_and_that_it_is_a_prediction():

@@ -169,6 +169,9 @@ def faults(place):
     rows = [Problem([{"role": "user", "content": "1?"}], "1", "")] * 40
     (place / "poetry.parquet").write_bytes(to_parquet(rows, "train", KINDS["jsonl"], "poetry", "poetry"))
     (place / "few.parquet").write_bytes(to_parquet(rows[:31], "train", KINDS["arithmetic"], "arithmetic", "integer"))
+    table = pyarrow.parquet.read_table(place / "train.parquet")
+    large = table.set_column(0, "data_source", table["data_source"].cast(pyarrow.large_string()))
+    pyarrow.parquet.write_table(large, place / "large.parquet")
     (place / "reward.py").write_text("def other(): pass\n")
     return place
 
@@ -242,7 +245,11 @@ WITH_VERL = [
     ("fewer prompts than a step takes", ["data.train_files='{place}/few.parquet'"], "--train_files: 31 usable prompts, a step takes 32"),
     ("answers the reward cannot use", ["data.train_files='{place}/answers.parquet'"], "row 1: the ground_truth 'none' is not an integer"),
     ("unknown reward in the data", ["data.train_files='{place}/poetry.parquet'"], "reward 'poetry' .*is unknown"),
-    ("all prompts too long", ["data.max_prompt_length=10"], "--train_files: 0 usable prompts"),
+    ("all prompts too long", ["data.max_prompt_length=10"], r"--train_files: 0 usable prompts.*64 are longer than --max_prompt_length 10: raise it"),
+    ("token budget below one sequence", ["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=575"], "ppo_max_token_len_per_gpu=575: prompt and response have up to 576 tokens.*raise it to 576"),
+    ("LoRA rank above vLLM's", ["actor_rollout_ref.model.lora_rank=513"], "lora_rank"),
+    ("a variable the template does not read", ["+data.apply_chat_template_kwargs.enable_thinking=False"], "does not read enable_thinking"),
+    ("files that VERL cannot join", ["data.train_files=['{place}/train.parquet','{place}/large.parquet']"], "large.parquet: VERL cannot load it: .*other types than in .*train.parquet"),
     ("a key among the overrides", [f"+x.WANDB_API_KEY={FAKE_KEY}"], "x.WANDB_API_KEY: looks like a key"),
 ]  # fmt: skip
 

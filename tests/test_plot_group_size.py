@@ -123,6 +123,7 @@ def changed(**changes) -> dict:
     (changed(mse_times_N=[1.0]), "do not belong together"),
     (changed(terms={}), "not a list of numbers"),
     (changed(terms=None), "not a list of numbers"),
+    (changed(mse_times_N=[-1.0] * 511), "no predicted MSE .* above 0"),
     (changed(G=["a"] * 511), "not a list of numbers"),
     (changed(G=list(range(511))), "do not belong together"),
     (changed(ci95=[[1, 2]]), "an interval for each G"),

@@ -19,6 +19,7 @@ from plots.plot_scores import (best_baseline, plot_best_baselines, plot_on_polic
                                reward_classes)
 from plots.style import name_of
 from test_plot_tracecov import notes
+from test_scripts import detailed_rows
 
 NEED_GRAMS = [
     (plot_prompt_traces, (4,)), (plot_variance_shares, (4,)), (plot_score_norms, ()), (plot_best_baselines, (4,)),
@@ -51,7 +52,7 @@ def starting(shown: dict, text: str):
 
 
 def test_each_prompt_is_drawn_at_its_v_and_its_trace(measured, small_run):
-    rows = json.loads((small_run / "tracecov_tiny_model_K4_detailed.json").read_text())
+    rows = detailed_rows(small_run / "tracecov_tiny_model_K4_detailed.json")
     _, ax = plot_prompt_traces(measured, 4)
     shown = lines(ax)
     for name, label in (("naive", "vanilla"), ("grpo", "GRPO"), ("oracleV", "oracle")):
@@ -69,11 +70,13 @@ def test_the_bars_of_hard_middle_and_easy_prompts_add_up_to_the_mean(measured):
         total = sum(bar.get_height() for bar in container)
         assert total == pytest.approx(measured.results["conditional_on_x"][name][place])
     counts = [int(text.get_text().split("n = ")[1]) for text in ax.get_xticklabels()]
-    assert sum(counts) == 6
+    assert sum(counts) == 12
 
 
 def test_difficulty_has_its_bounds_where_the_labels_say():
-    assert difficulty(np.array([0, 0.249, 0.25, 0.75, 0.751, 1])).tolist() == [0, 0, 1, 1, 2, 2]
+    assert difficulty(np.array([0, 0.249, 0.25, 0.75, 0.751, 1]))[0].tolist() == [0, 0, 1, 1, 2, 2]
+    kinds, low, high = difficulty(np.array([-0.5, -0.1, 0.1, 0.3, 2.0]), zero_one=False)  # by quartiles
+    assert kinds.tolist() == [0, 1, 1, 1, 2] and (low, high) == pytest.approx((-0.1, 0.3))
 
 
 def test_the_ratio_law_is_recovered_exactly_from_ratios_that_follow_it():
@@ -134,13 +137,13 @@ def test_the_best_baseline_is_the_reward_weighted_by_the_squared_norms():
 
 
 def test_prompts_are_marked_by_whether_grpo_is_noisier_than_vanilla_and_ties_are_counted_apart(measured, small_run):
-    rows = json.loads((small_run / "tracecov_tiny_model_K4_detailed.json").read_text())
+    rows = detailed_rows(small_run / "tracecov_tiny_model_K4_detailed.json")
     gaps = [row["trace_cov"]["grpo"] - row["trace_cov"]["naive"] for row in rows]
     shown = lines(plot_best_baselines(measured, 4)[1])
     counts = [sum(gap > 0 for gap in gaps), sum(gap < 0 for gap in gaps), sum(gap == 0 for gap in gaps)]
-    assert counts[2] > 0 and sum(counts) == 6  # prompts without any reward: both traces are 0
+    assert counts[2] > 0 and sum(counts) == 12  # prompts without any reward: both traces are 0
     for count, text in zip(counts, ("noisier than", "less noisy than", "as noisy as")):
-        assert len(starting(shown, f"GRPO {text} vanilla ({count} of 6)")[0]) == count
+        assert len(starting(shown, f"GRPO {text} vanilla ({count} of 12)")[0]) == count
     assert not starting(shown, "GRPO as noisy as")[1].any()  # b* of no reward is 0
 
 
@@ -198,7 +201,7 @@ def test_all_estimators_are_compared_although_the_results_have_the_default_ones(
         assert places[place] == pytest.approx(known[text.get_text()] / unit)
     told = [line.split(": ", 1) for line in missing(measured, quantity)]
     assert {name for names, _ in told for name in names.split(", ")} == set(map(name_of, expected)) - set(known)
-    assert ["greedy", "no greedy continuation was sampled; measure with --estimators greedy (6 of 6 prompts)"] in told
+    assert ["greedy", "no greedy continuation was sampled; measure with --estimators greedy (12 of 12 prompts)"] in told
 
 
 def test_nothing_is_divided_by_a_signal_to_noise_ratio_of_grpo_that_may_be_zero(measured):
@@ -252,7 +255,7 @@ def test_the_grams_of_a_recomputed_run_are_those_it_was_computed_from(path, smal
     results["config"]["from_grams"] = str(small_run / "grams")
     elsewhere = tmp_path / "tracecov_any_K.json"
     elsewhere.write_text(json.dumps(results))
-    assert len(load_measurement(elsewhere, compare_at=2).moments) == 6
+    assert len(load_measurement(elsewhere, compare_at=2).moments) == 12
 
 
 def test_a_wrong_folder_of_grams_is_one_line(path, tmp_path):
@@ -263,12 +266,12 @@ def test_a_wrong_folder_of_grams_is_one_line(path, tmp_path):
 
 
 def test_results_without_oracle_values_say_so(measured):
-    bare = replace(measured, grams=replace(measured.grams, oracle_value="no oracle value V(x) (6 of 6 prompts)"))
+    bare = replace(measured, grams=replace(measured.grams, oracle_value="no oracle value V(x) (12 of 12 prompts)"))
     for draw in (plot_prompt_traces, plot_variance_shares, plot_best_baselines):
         with pytest.raises(UserError, match="no oracle value"):
             draw(bare, 4)
     _, ax = plot_any_group_size(bare)
-    assert notes(ax) == "oracle V(x) not computed: no oracle value V(x) (6 of 6 prompts)"
+    assert notes(ax) == "oracle V(x) not computed: no oracle value V(x) (12 of 12 prompts)"
     assert {"vanilla", "GRPO"} < set(lines(ax)) and "oracle V(x)" not in lines(ax)
 
 

@@ -229,7 +229,7 @@ def test_the_best_group_size_is_the_first_thing_said_and_in_large_letters(full, 
         (large,) = re.findall(r'<p style="font-size: 1.4em[^>]*>(.*?)</p>', page)
         assert text in html.unescape(large)
         assert words(page).index(large.split("(")[0]) < words(page).index("In these words")
-        assert "Measured on tiny_model (temperature 1, top_p 0.95): 6 prompts, 192 continuations." in words(page)
+        assert "Measured on tiny_model (temperature 1, top_p 0.95): 12 prompts, 384 continuations." in words(page)
 
 
 def test_the_headline_escapes_and_says_what_the_results_lack():

@@ -15,7 +15,8 @@ from Policy_Optimization.reward_fn import DATA_SOURCES, choose_reward, compute_s
 
 ROOT = Path(__file__).resolve().parents[1]
 REWARD_FILE = ROOT / "Policy_Optimization" / "reward_fn.py"
-CASES = [json.loads(line) for line in (ROOT / "tests/cases/reward_integer.jsonl").read_text().splitlines()]
+FILES = [ROOT / f"tests/cases/{name}.jsonl" for name in ("reward_integer", "reward_integer_2")]
+CASES = [json.loads(line) for path in FILES for line in path.read_text().splitlines()]
 MATH_CASES = [(r"so \boxed{\frac{2}{4}}", "0.5"), (r"\boxed{3}", "4"), ("no answer", "4"), (r"$x^2+1$", "x^2+1")]
 
 
@@ -41,10 +42,16 @@ def test_training_scores_math_as_the_evaluation_does(text, gold):
     [
         ("so 12 + 7 = 19.", "integer", "19"),
         ("no number", "integer", ""),
+        ("so 10-2", "integer", "2"),
+        ("so 10-2", "last_integer", "-2"),
+        ("no number", "last_integer", ""),
         (r"\boxed{1} then \boxed{\frac{1}{2}}", "math", r"\frac{1}{2}"),
         ("it is\n#### 72", "math", "72"),
         ("72 in all", "math", "72"),
         ("", "math", ""),
+        (r"<think>\boxed{4}", "math", ""),
+        (r"<think>\boxed{4}</think> \boxed{5}", "math", "5"),
+        ("<think> 4", "integer", ""),
     ],
 )
 def test_the_extracted_answer_is_text_always(text, reward, expected):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +16,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from Gradient_evaluation.cli import UserError
-from Gradient_evaluation.integer_answer import LONGEST_INTEGER, check_integer_ground_truth, parse_integer_answer
+from Gradient_evaluation.integer_answer import LONGEST_INTEGER, TAIL, check_integer_ground_truth, parse_integer_answer, shorten_repr
 from Gradient_evaluation.math_worker import MathWorker
 from Gradient_evaluation.utils import (
     REWARDS,
     check_math_ground_truth,
     integer_reward,
     last_boxed,
+    last_integer_reward,
     math_reward,
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-CASES = [json.loads(line) for line in (ROOT / "tests/cases/reward_integer.jsonl").read_text().splitlines()]
+
+
+def shared_cases(*names):
+    return [json.loads(line) for name in names for line in (ROOT / f"tests/cases/{name}.jsonl").read_text().splitlines()]
+
+
+CASES = shared_cases("reward_integer", "reward_integer_2")
+
+
+@pytest.mark.parametrize("text, gold, reward", [
+    ("so 12 + 7 = 19.", 19, 1.0), ("19, because 12 + 7", 19, 0.0), ("-7", "-7", 1.0), ("10-2", -2, 1.0), ("10-2", 2, 0.0),
+    ("3.50", 50, 1.0), ("1,234", 1234, 0.0), ("1,234", 234, 1.0), ("1e5", 5, 1.0), ("007", "7.0", 1.0), ("\u0663", 3, 1.0),
+    ("none", 0, 0.0), ("", 0, 0.0), ("9" * 9000, 9, 0.0), ("so\n19", "a\n#### 19", 1.0)])
+def test_last_integer_is_the_released_rule(text, gold, reward):
+    assert last_integer_reward(text, gold) == REWARDS["last_integer"].score(text, gold) == reward
+
+
+def test_last_integer_refuses_what_is_no_integer():
+    for gold in ("n/a", 3.5, None, True):
+        with pytest.raises(UserError, match="ground_truth"):
+            REWARDS["last_integer"].check(gold)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["kind"])
@@ -75,14 +97,14 @@ def test_integer_reward_gives_what_the_shared_case_says(case):
         ("separators at odd places", "12,345,67", 67),
         ("separators after four digits", "1234,567", 567),
         ("separators and a zero fraction", "1,234.00", 1234),
-        ("several dots are no number", "1.234.567", None),
+        ("dots between groups of three are thousands", "1.234.567", 1234567),
         ("several dots are no number", "at 192.168.0.1", None),
         ("decimal", "2.4 = 12/5 = 2.4", None),
         ("decimal without a leading zero", "x = .5", None),
         ("dot of an abbreviation", "e.g.5", 5),
         ("dots of an ellipsis", "...5", 5),
         ("trailing dot", "19.", 19),
-        ("fraction: the slash is an operator", "3/4", 4),
+        ("fraction is one value", "3/4", None),
         ("percent", "50%", 50),
         ("unit", "7kg", 7),
         ("exponent", "1e5", 100000),
@@ -98,7 +120,7 @@ def test_integer_reward_gives_what_the_shared_case_says(case):
         ("digits of another script", "\u0664\u0662", 42),
         ("full-width digits", "\uff14\uff12", 42),
         ("zero fraction in another script", "\u0664\u0662.\u0660", 42),
-        ("superscript is no digit", "2\u00b3", 2),
+        ("superscript is a power", "2\u00b3", 8),
         ("no number", "\u00bd of it", None),
     ],
 )
@@ -107,9 +129,182 @@ def test_last_number_of_a_text_is_read_as_documented(kind, text, expected):
 
 
 @pytest.mark.parametrize(
+    "text, expected",
+    [
+        ('cm^2 42 cm^2', 42),
+        ('42 m\xb2', 42),
+        ('42 m\xb3', 42),
+        ('42 cm2', 42),
+        ('42 m s^-1', 42),
+        ('42 m\xb7s\u207b\xb9', 42),
+        ('42 cm^{2}', 42),
+        ('42\\,\\text{cm}^{2}', 42),
+        ('42\\ \\mathrm{m}^2', 42),
+        ('3:2', None),
+        ('ratio 3 : 2', None),
+        ('12:30:05', None),
+        ('at 7:00 pm', None),
+        ('Step 1: 42', 42),
+        ('2^10', 1024),
+        ('10^{2}', 100),
+        ('10**2', 100),
+        ('2 ** 10', 1024),
+        ('3 \\times 10^{4}', 30000),
+        ('3\\cdot10^4', 30000),
+        ('3x10^4', 30000),
+        ('3*10**4', 30000),
+        ('3 \xd7 10\u2074', 30000),
+        ('2.5 \xd7 10^3', 2500),
+        ('3 \xd7 10^-1', None),
+        ('3 \xd7 4', 4),
+        ('1e3', 1000),
+        ('\xbd', None),
+        ('3\xbd', None),
+        ('3 \xbd', None),
+        ('1 1/2', None),
+        ('1 1/2 cups', None),
+        ('\\tfrac{6}{2}', 3),
+        ('\\dfrac{1}{2}', None),
+        ('\\frac62', 3),
+        ('-\\frac{6}{2}', -3),
+        ('\\frac{-6}{2}', -3),
+        ('2\\frac{1}{2}', None),
+        ('\\frac{x+1}{2}', None),
+        ('\\frac{6', None),
+        ('4/2', 2),
+        ('6 / 2', 3),
+        ('4/0', None),
+        ('1/2/3', None),
+        ('12/25/2024', None),
+        ('\u221242', -42),
+        ('- 42', -42),
+        ('x\n* 42', 42),
+        ('1. 42', 42),
+        ('Answer:\n1. 42\n2.', 42),
+        ('The answer is 42, because\n1. it is even', 42),
+        ("1'000", 1000),
+        ('1\u2019000', 1000),
+        ('1\u2009000', 1000),
+        ('1\u202f000\u202f000', 1000000),
+        ('1 000 000', 1000000),
+        ('2 602', None),
+        ('1 2 3 100', 100),
+        ('1 000', 1000),
+        ('4, 2', 2),
+        ('1,23', 23),
+        ('1.234', None),
+        ('1.234.567', 1234567),
+        ('192.168.0.1', None),
+        ('3-5', 5),
+        ('3\u20135', 5),
+        ('x-5', 5),
+        ('2024-05-17', None),
+        ('17.05.2024', None),
+        ('50%', 50),
+        ('$1,000.00', 1000),
+        ('12,50 \u20ac', None),
+        ('\u20ac12,00', 12),
+        ('$12,50', None),
+        ('$1,23$', 23),
+        ('1,05', None),
+        ('3,00', 3),
+        ('0,5', 5),
+        ('\u0967\u0968,\u0969\u096a,\u096b\u096c\u096d', 1234567),
+        ('\u0664\u0662', 42),
+        ('<think>5</think> 7', 7),
+        ('<think>5</think>', None),
+        ('5 <think> 7', None),
+        ('<think>1</think>2<think>3</think>4', 4),
+        ('<think>1</think>2<think>3', None),
+        ('1</think> 42', 42),
+        ('90^\\circ', 90),
+        ('90^{\\circ}', 90),
+        ('5^{th}', 5),
+        ('5^\\text{th}', 5),
+        ('90\xb0', 90),
+        ('10^n', None),
+        ('2^{n+1}', None),
+        ('(-2)^2', 4),
+        ('-2^2', -4),
+        ('(3+4)^2', None),
+        ('9^{9^{9}}', None),
+        ('9^9^9^9', None),
+        ('2^3^2', 512),
+        ('x^2', None),
+        ('x^2 = 9', 9),
+        ('x_2 = ', None),
+        ('x_{12} = 5', 5),
+        ('\\sqrt{16}', None),
+        ('\u221a16', None),
+        ('5\\sqrt{2}', None),
+        ('5\\pi', None),
+        ('5\u03c0', None),
+        ('x/4', None),
+        ('(3+1)/4', None),
+        ('60 km/h', 60),
+        ('$5/hour', 5),
+        ('6/-2', -3),
+        ('**42**', 42),
+        ('The sum is **12**', 12),
+        ('is **12**\n5', 5),
+        ('**2^3**', 8),
+        ('1e5kg', 100000),
+        ('1e9999999999', None),
+        ("5'10", None),
+        ('1_000_000', 1000000),
+        ('12,345,67', 67),
+        ('3.5,100', 100),
+        ('1,234.5', None),
+        ('1.234,567', None),
+        ('1 234,50', None),
+        ('1 234,00', 1234),
+        ('42\xb9', 42),
+        ('2\u207f', None),
+        ('5 \xb9\u2044\u2082', None),
+        ('x =\n- 7', -7),
+        ('a\n-7', -7),
+        ('list\n- 12\n- 42', 42),
+        ('\\boxed{-\\frac{6}{2}}', -3),
+        ('42^', 42),
+        ('42^*', 42),
+        ('Answer: 42.0^2', 1764),
+        ('#### 5', 5),
+        ('GPT-4', 4),
+        ('a/b 42', 42),
+        ('1,000,00', None),
+        ('\uff11\uff12\uff1a\uff13\uff10', None),
+        ('0.5^-1', 2),
+        ('#1: 42', 42),
+        ('(42)', 42),
+        ('{42}', 42),
+        ('$\\frac{6}{2}$.', 3),
+        ('3/4 = 0.75', None),
+        ('10/2=5', 5),
+        ('3 4/2', None),
+        ('$2^{10}$ items', 1024),
+        ('4\\%', 4),
+        ('2{,}602', 2602),
+        ('2\\,602', 2602),
+        ('10^{\\,2}', None),
+        ('3.0 \xd7 10^2 m^2', 300),
+        ('1/2 of 10 is 5.', 5),
+    ],
+    ids=lambda value: ascii(value)[:40],
+)
+def test_what_belongs_to_a_number_is_one_value_and_never_its_tail(text, expected):
+    assert parse_integer_answer(text) == expected
+
+
+@pytest.mark.parametrize(
     "value, expected",
     [
         (18, 18),
+        (Decimal("18.00"), 18),
+        (Decimal("1E+3"), 1000),
+        (np.float64(2.0), 2),
+        ("2.0", 2),
+        ("1.000,00 \u20ac", 1000),
+        ("12,34,567", 1234567),
         (-7, -7),
         (18.0, 18),
         ("18", 18),
@@ -132,8 +327,8 @@ def test_integer_ground_truth_is_read_as_data_files_hold_it(value, expected):
 @pytest.mark.parametrize(
     "value",
     [None, True, np.True_, 3.5, "3.5", np.nan, float("inf"), "n/a", "", "#### ", "3 or 4", "1,23", "--7", "5-",
-     "18 eggs", "x-7", "7" * 5000, [3], {"answer": 3}, b"3", np.array([3])],
-    ids=lambda value: repr(value)[:20],
+     "18 eggs", "x-7", "1.234", "2 602", "3/4", Decimal("3.5"), Decimal("NaN"), Decimal("sNaN"), Decimal("1E+999999"), 10**5000, "7" * 5000, [3], {"answer": 3}, b"3", np.array([3])],
+    ids=lambda value: shorten_repr(value)[:20],
 )  # fmt: skip
 def test_what_is_no_integer_is_refused_as_ground_truth_in_one_line(value):
     with pytest.raises(UserError, match="is not an integer") as caught:
@@ -181,6 +376,12 @@ def test_a_megabyte_of_anything_is_read_in_linear_time(piece):
         parse_integer_answer(text + tail)
 
 
+@pytest.mark.parametrize("piece", ["m^2", "^{", "\\frac{", "\\frac12", "1^", "2^2", "1/", "1:", "\\sqrt", "1.\n", "( ", "<think>", "</think>"])
+def test_a_text_without_an_answer_is_read_whole_in_linear_time(piece):
+    for tail in ("", "x" * (TAIL + 1)):
+        parse_integer_answer(piece * (100_000 // len(piece)) + tail)
+
+
 @pytest.mark.parametrize("piece", ["\\boxed{", "\\boxed{1}", "{", "}", "\\boxed", "\\boxed        "])
 def test_a_megabyte_of_boxes_is_read_in_linear_time(piece):
     last_boxed(piece * (1_000_000 // len(piece)))
@@ -225,6 +426,35 @@ def test_last_balanced_box(text, expected):
     ],
 )
 def test_math_reward(kind, text, gold, expected):
+    assert math_reward(text, gold) == expected
+
+
+@pytest.mark.parametrize("case", shared_cases("reward_math"), ids=lambda case: case["kind"])
+def test_math_reward_gives_what_the_shared_case_says(case):
+    assert math_reward(case["text"], case["gold"]) == case["reward"]
+
+
+@pytest.mark.parametrize(
+    "text, gold, expected",
+    [
+        (r"\boxed{2 2/3}", "8/3", 1),
+        (r"\boxed{-2 2/3}", "-8/3", 1),
+        ("it is -2 2/3", "8/3", 0),
+        ("$2 2/3$", "8/3", 1),
+        ("5\u00bd", "11/2", 1),
+        ("5\u00bd", "5", 0),
+        (r"\boxed{\u00bd}".replace("\\u00bd", "\u00bd"), "0.5", 1),
+        (r"\boxed{5}" + " so " * 400 + r"\boxed{7}", "7", 1),
+        (r"\boxed{5}" + " so " * 400 + r"\boxed{7}", "5", 0),
+        (r"\boxed{10\%}", r"10\%", 1),
+        (r"\boxed{10}", r"10\%", 1),
+        (r"\boxed{10\%}", "11", 0),
+        ("<think>5</think> so 4", "4", 1),
+        ("<think>4</think>", "4", 0),
+        (r"\boxed{4} <think>but", "4", 0),
+    ],
+)
+def test_math_reward_takes_the_answer_of_the_reply_as_one_value(text, gold, expected):
     assert math_reward(text, gold) == expected
 
 

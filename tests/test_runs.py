@@ -42,9 +42,8 @@ def tracecov_flags(policy, table, out, *more):
 
 def start(flags, **settings):
     """One of the scripts as a process of its own."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen([sys.executable, *map(str, flags)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env=environment, **settings)
+                            **settings)
 
 
 def ended(process, limit=300):
@@ -54,14 +53,16 @@ def ended(process, limit=300):
 
 def torchrun(flags, processes=2):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return ended(subprocess.Popen([*command, *map(str, flags)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                                  env={**os.environ, "OMP_NUM_THREADS": "1"}))
+    return ended(subprocess.Popen([*command, *map(str, flags)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
 
 
 def wait_for(condition, process):
     deadline = time.monotonic() + 240
-    while not condition():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+    while True:
+        over = process.poll() is not None  # asked first: it may end between the two questions
+        if condition():
+            return
+        assert not over and time.monotonic() < deadline, process.communicate()
         time.sleep(0.01)
 
 
@@ -87,7 +88,7 @@ def files_of(folder):
 @pytest.fixture(scope="module")
 def undisturbed(policy, table, tmp_path_factory):  # noqa: F811
     out = tmp_path_factory.mktemp("undisturbed")
-    assert call(run_tracecov, *tracecov_flags(policy, table, out)[1:])[0] == 0
+    assert ended(start(tracecov_flags(policy, table, out)))[0] == 0  # a process as those it is compared with
     return out
 
 
@@ -197,10 +198,15 @@ def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(policy, problems
     flags, made = {"oracle": (oracle_flags(policy, problems, tmp_path), lambda: (tmp_path / table.name).exists()),
                    "tracecov": (tracecov_flags(policy, table, tmp_path),
                                 lambda: list((tmp_path / "grams").glob("[0-9a-f]*.npz")))}[script]
-    process = start(flags)
-    wait_for(made, process)
-    process.send_signal(signal.SIGINT)
-    code, _, err = ended(process)
+    for _ in range(10):
+        process = start(flags)
+        wait_for(made, process)
+        process.send_signal(signal.SIGINT)
+        code, _, err = ended(process)
+        if code:
+            break
+        for path in tmp_path.iterdir():  # on a busy machine it came through before the signal: once more
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert code == 130 and err.count("\n") == 1 and "saved in" in err and "same command" in err
     assert ended(start(flags))[0] == 0
     if script == "oracle":
@@ -309,8 +315,7 @@ def test_progress_is_shown_on_a_terminal_alone(policy, problems, table, tmp_path
     flags = {"oracle": oracle_flags(policy, problems, tmp_path), "tracecov": tracecov_flags(policy, table, tmp_path)}[script]
     terminal, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
-    process = subprocess.Popen([sys.executable, *map(str, flags)], stdout=subprocess.PIPE, stderr=inside,
-                               env={**os.environ, "OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen([sys.executable, *map(str, flags)], stdout=subprocess.PIPE, stderr=inside)
     os.close(inside)
     shown = b""
     with contextlib.suppress(OSError):  # the terminal is gone once its last writer is
@@ -382,6 +387,7 @@ def test_gradient_checkpointing_changes_no_number_and_may_be_switched_when_conti
         np.testing.assert_allclose(again.grams, before.grams, rtol=1e-12)
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="--max_memory on a CPU needs Linux")
 def test_max_memory_makes_the_real_allocator_refuse_and_the_run_go_on(tmp_path):
     """A vocabulary of 50,000 and 4,096 continuations at a time: over 1.5 GiB of logits and their exponentials."""
     folder = tmp_path / "wide"
@@ -398,8 +404,10 @@ def test_max_memory_makes_the_real_allocator_refuse_and_the_run_go_on(tmp_path):
     code, _, err = ended(start([*flags, "--out_dir", tmp_path / "a", "--max_memory", allowed]))
     assert code == 0 and "going on with" in err, err
     assert ended(start([*flags[:-2], "--top_p", 1.0, "--batch_size", 128, "--out_dir", tmp_path / "b"]))[0] == 0
-    capped, free = (rows_of(tmp_path / out / "oracle_v_n4096_wide.jsonl") for out in "ab")
-    assert capped == free
+    (capped,), (free,) = (rows_of(tmp_path / out / "oracle_v_n4096_wide.jsonl") for out in "ab")
+    # In float32 a draw next to the boundary of the right token may move with the batch; two of 4096 are unheard of.
+    assert abs(capped["correct_count"] - free["correct_count"]) <= 1
+    assert {**capped, **{name: free[name] for name in ("V_oracle", "V_standard_error", "correct_count")}} == free
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc", reason="glibc's settings")
@@ -417,19 +425,18 @@ def test_large_temporaries_go_back_to_the_system_and_small_ones_are_kept():
         small = [small for _, small in pairs]  # they stay between the large ones, as the nodes of a graph do
         del pairs
         held = resident() - before
-        def faults():
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            for _ in range(10):
-                [torch.ones(2**19) for _ in range(4)]
-            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-        faults()  # the heap grows to what is needed
-        print(held, faults())"""
+        before = resident()
+        [torch.ones(2**19) for _ in range(64)]
+        print(held, resident() - before)"""
+    own = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_")  # settings of the machine's owner that stand above ours
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "0"})
-    held, faulted = map(int, done.stdout.split())
-    assert held < 2**22 and faulted < 1000  # bytes of 20 tensors of 2**24, and pages of 40 tensors of 512 each
+                          env={**environment, "THP_MEM_ALLOC_ENABLE": "0"})
+    held, kept = map(int, done.stdout.split())
+    assert held < 2**22 and kept > 2**26  # bytes: of 20 tensors of 2**24, and of 64 freed ones of 2**21
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="--max_memory on a CPU needs Linux")
 def test_a_memory_limit_ends_with_the_measuring(policy, table, tmp_path):  # noqa: F811
     import resource
 

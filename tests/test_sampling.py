@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import enumerable_policy, enumerate_outcomes, tiny_model, tiny_tokenizer
+from tiny_models import (enumerable_policy, enumerate_outcomes, float_means_double, law_log_probs, tiny_model,
+                         tiny_tokenizer)
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from Gradient_evaluation import thin_products, vocabulary
 from Gradient_evaluation.growing_cache import GrowingLayer, let_grow
 from Gradient_evaluation.replaced_forward import replaced_forward
-from Gradient_evaluation.sampling import (SamplingLaw, eos_token_ids, kept_tokens, log_probs, sample_continuations,
+from Gradient_evaluation.sampling import (SamplingLaw, _draw, eos_token_ids, kept_tokens, log_probs, sample_continuations,
                                           uniforms)
 
 PROMPT = [1, 3, 2]
@@ -55,19 +56,47 @@ def test_hidden_generation_defaults_change_nothing():
     frequencies_agree(draw(model, law, 4000, batch_size=2000), enumerate_outcomes(model, PROMPT, law))
 
 
+WORDS = tiny_tokenizer(("<pad>", "<bos>", "<eos>", *map(str, range(37))))
+# In float32 the logits move by about 1e-6 with the shape of the batch, and a draw that lies so near to the boundary between
+# two tokens may fall on the other side. The tests below say that theirs lie ten times as far away, whatever the processor.
+WIDE = 1e-5
+
+
+@float_means_double()
+def least_margin(model, continuations, law, seed=0):
+    """The least distance of a random number to the boundary between two tokens, and of top_p to that of the nucleus.
+
+    In float64, of the tokens that were drawn, one continuation at a time. The nucleus's own boundary counts: a token
+    on it would move all the others.
+    """
+    model, least = model.double(), 1.0
+    u = uniforms(seed, "oracle", 7, 0, len(continuations), law.max_new_tokens)
+    for row, c in zip(u, continuations):
+        logits = model(input_ids=torch.tensor([[*PROMPT, *c.tokens]]), use_cache=False).logits[0]
+        for position, token in enumerate(c.tokens):
+            at = logits[None, len(PROMPT) - 1 + position].detach() / law.temperature
+            edges = at.softmax(-1).sort(descending=True).values.cumsum(-1)
+            if law.top_p < 1:
+                least = min(least, float((edges - law.top_p).abs().min()))
+            cdf = law_log_probs(at * law.temperature, law)[0].exp().cumsum(-1)
+            assert token == int((cdf <= row[position]).sum())
+            least = min(least, float((cdf[:-1] - row[position]).abs().min()))
+    return least
+
+
 @pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma3_text"])
 def test_continuations_do_not_depend_on_the_batch_size(family):
     model = tiny_model(family, dtype=torch.float32)
     law = SamplingLaw(top_p=0.9, max_new_tokens=12)
-    words = ("<pad>", "<bos>", "<eos>", *map(str, range(37)))
-    tokenizer = tiny_tokenizer(words)
-    one = draw(model, law, 33, batch_size=1, tokenizer=tokenizer)
-    assert one == draw(model, law, 33, batch_size=33, tokenizer=tokenizer)
-    assert one == draw(model, law, 33, batch_size=7, tokenizer=tokenizer)
+    one = draw(model, law, 33, seed=3, batch_size=1, tokenizer=WORDS)
+    assert one == draw(model, law, 33, seed=3, batch_size=33, tokenizer=WORDS)
+    assert one == draw(model, law, 33, seed=3, batch_size=7, tokenizer=WORDS)
     assert len({len(c.tokens) for c in one}) > 2  # rows did end at different times
+    assert least_margin(model, one, law, seed=3) > WIDE
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+@float_means_double()
 def test_a_growing_cache_holds_what_the_cache_of_transformers_holds(family):
     model = tiny_model(family)
     caches = [model(input_ids=torch.tensor([PROMPT])).past_key_values for _ in range(2)]
@@ -77,13 +106,14 @@ def test_a_growing_cache_holds_what_the_cache_of_transformers_holds(family):
     for step in range(5):  # beyond the room of 6 too
         tokens = torch.arange(len(caches[0].layers[0].keys))[:, None] + step
         logits = [model(input_ids=tokens, past_key_values=cache).logits for cache in caches]
-        assert (logits[0] == logits[1]).all()
+        torch.testing.assert_close(logits[0], logits[1], rtol=1e-12, atol=1e-12)
         if step == 1:
             for cache in caches:
                 cache.reorder_cache(torch.tensor([3, 1]))
     for grown, plain in zip(caches[0].layers, caches[1].layers):
         assert isinstance(grown, GrowingLayer) and grown.get_seq_length() == plain.get_seq_length() == 8
-        assert (grown.keys == plain.keys).all() and (grown.values == plain.values).all()
+        torch.testing.assert_close(grown.keys, plain.keys, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grown.values, plain.values, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("family,settings", [("mamba", {}), ("jamba", dict(attn_layer_period=2, attn_layer_offset=1,
@@ -91,9 +121,9 @@ def test_a_growing_cache_holds_what_the_cache_of_transformers_holds(family):
 def test_models_with_recurrent_state_draw_what_one_by_one_draws(family, settings):
     model = tiny_model(family, dtype=torch.float32, **settings)
     law = SamplingLaw(max_new_tokens=8)
-    tokenizer = tiny_tokenizer(("<pad>", "<bos>", "<eos>", *map(str, range(37))))
-    assert draw(model, law, 12, batch_size=12, tokenizer=tokenizer) == draw(model, law, 12, batch_size=1,
-                                                                           tokenizer=tokenizer)
+    one = draw(model, law, 12, batch_size=1, tokenizer=WORDS)
+    assert one == draw(model, law, 12, batch_size=12, tokenizer=WORDS)
+    assert least_margin(model, one, law) > WIDE
 
 
 def test_a_random_number_belongs_to_its_seed_script_prompt_index_and_position():
@@ -135,7 +165,7 @@ def test_kept_set_is_that_of_transformers(top_k, top_p, ties):
 
 
 def test_the_kept_set_is_the_same_in_slices(monkeypatch):
-    logits = torch.randn(5, 7, 30, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(5, 7, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     law = SamplingLaw(top_k=20, top_p=0.8)
     whole = kept_tokens(logits, law)
     for size in (1, 100, 700):
@@ -146,7 +176,7 @@ def test_the_kept_set_is_the_same_in_slices(monkeypatch):
 @pytest.mark.parametrize("first", [(1,), (2,), (3, 7), (7,)])
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999999])
 def test_looking_at_the_likeliest_tokens_first_finds_the_same_nucleus_as_a_sort(monkeypatch, first, top_p):
-    logits = 3 * torch.randn(400, 30, generator=torch.Generator().manual_seed(0))
+    logits = 3 * torch.randn(400, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[200:] = logits[200:].round()  # ties, at the edge too
     logits[::3, 5:20] = -torch.inf  # what top_k took out
     monkeypatch.setattr(vocabulary, "FIRST", ())
@@ -163,7 +193,7 @@ def test_a_draw_is_the_first_token_whose_cumulated_probability_exceeds_u(monkeyp
     logits[1, 1:] = -torch.inf
     u = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u[0], u[1], u[2], u[3] = 0.0, 1 - 2.0**-53, 1 - 2.0**-53, 0.0
-    drawn, sound = vocabulary.inverse_cdf(logits, u)
+    drawn, _, _, sound = vocabulary.inverse_cdf(logits, u)
     cdf = logits.softmax(-1).cumsum(-1)
     assert sound and (drawn == (cdf <= u.unsqueeze(1) * cdf[:, -1:]).sum(-1).clamp(max=29))[4:].all()
     assert (logits[torch.arange(500), drawn] > -torch.inf).all() and drawn[0] == 0 and drawn[1] == 0
@@ -178,7 +208,7 @@ def test_a_draw_among_the_likeliest_tokens_is_the_draw_from_the_whole_nucleus(mo
     u = torch.rand(900, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u[:300:2], u[1:300:2] = 0.0, 1 - 2.0**-53
     monkeypatch.setattr(vocabulary, "FIRST", first)
-    drawn, sound = vocabulary.draw_from_nucleus(logits, u, top_p)
+    drawn, _, _, sound = vocabulary.draw_from_nucleus(logits, u, top_p)
     kept = vocabulary._nucleus_by_sort(logits, top_p)
     assert sound and (drawn == vocabulary.inverse_cdf(logits.masked_fill(~kept, -torch.inf), u)[0]).all()
 
@@ -186,9 +216,9 @@ def test_a_draw_among_the_likeliest_tokens_is_the_draw_from_the_whole_nucleus(mo
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_nucleus_of_logits_that_are_not_sound_is_noticed(bad):
     logits, u = torch.randn(3, 600), torch.full((3,), 0.5, dtype=torch.float64)
-    assert vocabulary.draw_from_nucleus(logits, u, 0.9)[1]
+    assert vocabulary.draw_from_nucleus(logits, u, 0.9).sound
     logits[1] = bad
-    drawn, sound = vocabulary.draw_from_nucleus(logits, u, 0.9)
+    drawn, _, _, sound = vocabulary.draw_from_nucleus(logits, u, 0.9)
     assert not sound and ((0 <= drawn) & (drawn < 600)).all()
 
 
@@ -224,7 +254,7 @@ def test_no_rounding_draws_a_token_of_probability_zero():
     logits = torch.randn(2000, 700, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[:, :3] = logits[:, 250:260] = logits[:, 500:] = -torch.inf
     for u in (0.0, 1 - 2.0**-53):
-        drawn, _ = vocabulary.inverse_cdf(logits, torch.full((2000,), u, dtype=torch.float64))
+        drawn, *_ = vocabulary.inverse_cdf(logits, torch.full((2000,), u, dtype=torch.float64))
         assert (logits.gather(1, drawn.unsqueeze(1)) > -torch.inf).all()
 
 
@@ -232,9 +262,9 @@ def test_no_rounding_draws_a_token_of_probability_zero():
 def test_logits_that_are_not_sound_are_noticed_and_minus_infinity_is(bad):
     logits, u = torch.zeros(3, 600), torch.full((3,), 0.5, dtype=torch.float64)
     logits[1, 7] = -torch.inf
-    assert vocabulary.inverse_cdf(logits, u)[1]
+    assert vocabulary.inverse_cdf(logits, u).sound
     logits[2, 300] = bad
-    drawn, sound = vocabulary.inverse_cdf(logits, u)
+    drawn, _, _, sound = vocabulary.inverse_cdf(logits, u)
     assert not sound and (drawn < 600).all()
 
 
@@ -311,3 +341,28 @@ def test_logits_that_are_not_finite_stop_the_run():
         model.get_input_embeddings().weight[2].fill_(torch.nan)
     with pytest.raises(FloatingPointError):
         draw(model, SamplingLaw(max_new_tokens=3), 4)
+
+
+@pytest.mark.parametrize("vocabulary_size", [30, 600])  # one looks at the likeliest tokens first, the other sorts
+@pytest.mark.parametrize("law", [SamplingLaw(), SamplingLaw(temperature=0.7), SamplingLaw(top_p=0.9), SamplingLaw(top_k=9),
+                                 SamplingLaw(temperature=1.3, top_k=20, top_p=0.8)], ids=str)
+def test_a_draw_knows_the_log_prob_of_its_token_and_the_share_that_the_law_left(law, vocabulary_size):
+    logits = torch.randn(400, vocabulary_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    logits[:200] *= 4
+    logits[100:300] = logits[100:300].round()  # ties, at the edge too
+    u = torch.rand(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    drawn = _draw(logits, u, law)
+    whole = (logits / law.temperature).log_softmax(-1).gather(1, drawn.tokens.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(drawn.log_probs, log_probs(logits, drawn.tokens, law))
+    torch.testing.assert_close(drawn.log_probs + drawn.log_kept, whole)
+
+
+def test_continuations_keep_a_log_prob_for_each_of_their_tokens_also_when_cut_or_compacted():
+    model = enumerable_policy()
+    for law in (SamplingLaw(max_new_tokens=6), SamplingLaw(max_new_tokens=6, top_p=0.9, stop=("13", "2-"))):
+        drawn = draw(model, law, 200)
+        assert len({len(c.tokens) for c in drawn}) > 3  # rows left the batch at different times
+        for c in drawn:
+            logits = model(input_ids=torch.tensor([[*PROMPT, *c.tokens]])).logits[0, len(PROMPT) - 1:-1]
+            expected = log_probs(logits, torch.tensor(c.tokens), law).detach().numpy()
+            np.testing.assert_allclose(c.log_probs, expected, atol=1e-12)

@@ -21,8 +21,9 @@ LENGTHS = (3, 6, 1, 5)
 
 
 def relative_error(model, continuations, law=LAW, prompt=PROMPT, **settings):
-    scores = per_sample_scores(model, prompt, continuations, law)
-    block = ScoreGram(model, law, **settings).block(prompt, continuations)
+    with float_means_double():
+        scores = per_sample_scores(model, prompt, continuations, law)
+        block = ScoreGram(model, law, **settings).block(prompt, continuations)
     truth = (scores @ scores.T).numpy()
     return np.abs(block.gram - truth).max() / np.abs(truth).max()
 
@@ -32,10 +33,9 @@ TIES = [(family, tied) for family in FAMILIES for tied in (False, True)]
 
 @pytest.mark.parametrize("family,tied", TIES)
 def test_gram_equals_per_sample_autograd_in_float64(family, tied):
-    with float_means_double():
-        model = tiny_model(family, tie_word_embeddings=tied)
-        assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
-        assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
+    model = tiny_model(family, tie_word_embeddings=tied)
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == tied
+    assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
 
 
 @pytest.mark.parametrize("family,tied", TIES)
@@ -71,7 +71,8 @@ def test_under_lora_only_the_adapters_are_measured():
         p.requires_grad_(name in adapters)
     gram = ScoreGram(model, LAW)
     assert set(gram.names.values()) == set(adapters) and all("lora_" in name or "bias" in name for name in adapters)
-    assert gram.audit(PROMPT, random_continuations(0, LENGTHS))["max_relative_error"] < 1e-9
+    with float_means_double():
+        assert gram.audit(PROMPT, random_continuations(0, LENGTHS))["max_relative_error"] < 1e-9
 
 
 @pytest.mark.parametrize("dtype,error", [(torch.bfloat16, 0.05), (torch.float16, 0.02)])
@@ -93,7 +94,7 @@ def test_products_in_bfloat16_change_the_gram_a_little_and_the_audit_allows_for_
     gram = ScoreGram(tiny_model(family, dtype=torch.float32), LAW, gram_dtype="bfloat16")
     half = gram.block(PROMPT, continuations).gram
     assert 1e-6 * np.abs(plain).max() < np.abs(half - plain).max() < 0.02 * np.abs(plain).max()
-    assert gram.audit(PROMPT, continuations)["tolerance"] == 0.1
+    assert gram.audit(PROMPT, continuations)["tolerance"] == 0.02
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -161,28 +162,32 @@ class ForwardCalls:
 
 @pytest.mark.parametrize("family,tied", [("llama", True), ("qwen3", False), ("gpt2", True), ("gemma3_text", True),
                                          ("gpt_neox", False), ("phi3", False), ("mixtral", False)])
+@float_means_double()
 def test_gradient_checkpointing_changes_no_gram(family, tied):
     continuations = random_continuations(0, LENGTHS)
     settings = dict(num_local_experts=3, num_experts_per_tok=2) if family == "mixtral" else {}
     plain = ScoreGram(tiny_model(family, tie_word_embeddings=tied, **settings), LAW)
     expected = plain.block(PROMPT, continuations)
     model = tiny_model(family, tie_word_embeddings=tied, **settings)
-    calls = ForwardCalls((model.transformer.h if family == "gpt2" else model.base_model.layers)[0].mlp)
     gram = ScoreGram(model, LAW, gradient_checkpointing=True)
+    gram.block(PROMPT, continuations)  # the first one looks at the model too
+    calls = ForwardCalls((model.transformer.h if family == "gpt2" else model.base_model.layers)[0].mlp)
     block = gram.block(PROMPT, continuations)
     assert calls.count == 2 or family == "mixtral"  # it did run again
     np.testing.assert_allclose(block.gram, expected.gram, rtol=1e-12, atol=1e-12 * np.abs(expected.gram).max())
-    np.testing.assert_array_equal(block.log_probs, expected.log_probs)
+    np.testing.assert_allclose(block.log_probs, expected.log_probs, rtol=1e-12)
     gram.audit(PROMPT, continuations)
     assert not any("forward" in vars(module) for module in model.modules())  # the model is as it was
 
 
+@float_means_double()
 def test_the_checkpointing_of_transformers_in_train_mode_counts_no_layer_twice():
     continuations = random_continuations(0, LENGTHS)
     expected = ScoreGram(tiny_model("qwen2", tie_word_embeddings=True), LAW).block(PROMPT, continuations).gram
     model = tiny_model("qwen2", tie_word_embeddings=True)
-    calls = ForwardCalls(model.model.layers[0].mlp.up_proj)
     gram = ScoreGram(model, LAW)
+    gram.block(PROMPT, continuations)  # the first one looks at the model too
+    calls = ForwardCalls(model.model.layers[0].mlp.up_proj)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()  # this model has no dropout
     np.testing.assert_allclose(gram.block(PROMPT, continuations).gram, expected, rtol=1e-12)
@@ -194,7 +199,7 @@ def test_checkpointing_turns_no_dropout_on():
     continuations = random_continuations(0, LENGTHS)
     gram = ScoreGram(model, LAW, gradient_checkpointing=True)
     first = gram.block(PROMPT, continuations)
-    np.testing.assert_array_equal(first.gram, gram.block(PROMPT, continuations).gram)
+    np.testing.assert_allclose(first.gram, gram.block(PROMPT, continuations).gram, rtol=1e-12)
     np.testing.assert_allclose(first.log_probs, ScoreGram(model.requires_grad_(True), LAW)
                                .block(PROMPT, continuations).log_probs, rtol=1e-12)
 
@@ -250,6 +255,7 @@ def test_an_input_changed_in_place_after_it_was_read_is_measured_by_the_fallback
 
 
 @pytest.mark.parametrize("budget", [1, 3000])
+@float_means_double()
 def test_chunks_of_any_size_give_the_same_gram(budget):
     model = tiny_model("qwen2", tie_word_embeddings=True)
     continuations = random_continuations(0, LENGTHS)
@@ -304,6 +310,7 @@ def test_the_audit_shares_nothing_and_so_finds_a_model_that_looks_ahead():
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+@float_means_double()
 def test_log_probs_of_a_padded_batch_are_those_of_one_by_one(family):
     model = tiny_model(family)
     continuations = random_continuations(0, LENGTHS)
@@ -402,3 +409,57 @@ def test_nothing_of_a_parameters_size_is_made_during_a_block():
         gram.block(PROMPT, continuations)
     logits = len(LENGTHS) * max(LENGTHS) * 3000
     assert 0 < largest <= logits < model.get_input_embeddings().weight.numel()
+
+
+class Squashed(nn.Embedding):
+    """An embedding that does more than look up and multiply."""
+
+    def forward(self, ids):
+        return torch.tanh(super().forward(ids))
+
+
+class HeadWithMore(nn.Linear):
+    """A head that does more than multiply."""
+
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
+
+
+@pytest.mark.parametrize("which", ["embedding", "head", "both", "head alone has a gradient"])
+def test_a_tied_weight_in_layers_of_unknown_kinds_is_measured_by_the_exact_fallback(which):
+    model = tiny_model("llama", tie_word_embeddings=True)
+    weight = model.get_input_embeddings().weight
+    if which in ("embedding", "both"):
+        model.model.embed_tokens = Squashed(40, 32, _weight=weight)
+    if which in ("head", "both"):
+        model.lm_head = HeadWithMore(32, 40, bias=False)
+    if which == "head alone has a gradient":
+        model.model.layers[0].register_forward_pre_hook(lambda layer, args: (args[0].detach(), *args[1:]))
+    model.model.embed_tokens.weight = model.lm_head.weight = weight
+    assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_scaled_embedding_is_read_by_the_rule_in_half_precision_too(tied, capsys):
+    settings = dict(scale_embedding=True, tie_word_embeddings=tied)
+    assert relative_error(tiny_model("biogpt", **settings), random_continuations(0, LENGTHS)) < 1e-9
+    said = capsys.readouterr().err  # of the position embedding, at most
+    for dtype in (torch.bfloat16, torch.float16):
+        ScoreGram(tiny_model("biogpt", dtype=dtype, **settings), LAW).block(PROMPT, random_continuations(0, LENGTHS))
+    assert "embed_tokens" not in said + capsys.readouterr().err
+    audit = ScoreGram(tiny_model("biogpt", dtype=torch.bfloat16, **settings), LAW).audit(PROMPT, random_continuations(0, LENGTHS))
+    assert audit["max_relative_error"] < 1e-5
+
+
+def test_a_layer_that_reads_a_value_on_the_host_is_measured_by_the_exact_fallback():
+    class Careful(nn.Module):  # vmap cannot run it
+        def __init__(self):
+            super().__init__()
+            self.shift = nn.Parameter(torch.full((48,), 0.1, dtype=torch.float64))
+
+        def forward(self, x):
+            return x + self.shift if float(x.abs().max()) < 1e9 else x
+
+    model = tiny_model("qwen2")
+    model.model.layers[0].mlp.up_proj = nn.Sequential(model.model.layers[0].mlp.up_proj, Careful())
+    assert relative_error(model, random_continuations(0, LENGTHS)) < 1e-9

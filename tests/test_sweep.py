@@ -11,7 +11,8 @@ import pytest
 
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.group_size_law import group_size_law
-from Policy_Optimization.sweep_manifest import (admissible_sizes, main, make_plan, mark, read_manifest,
+from Policy_Optimization.settings import training_law
+from Policy_Optimization.sweep_manifest import (admissible_sizes, check_same_law, main, make_plan, mark, read_manifest,
                                                 recommended_sizes)
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,6 +52,70 @@ def test_without_a_recommendation_it_says_so_in_one_line(results):
         recommended_sizes(results, "r.json", SIZES)
 
 
+MEASURED = {"model": "org/m", "revision": None, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 512, "stop": [],
+            "reward": "math", "chat_template_kwargs": None, "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    "changes, variables, passed, shown",
+    [
+        ({}, {}, [], None),
+        ({}, {"REWARD": "math"}, ["trainer.save_freq=5"], None),
+        ({"top_p": 0.95, "max_new_tokens": 32}, {}, [], "measured with top_p 0.95, training has actor_rollout_ref.rollout.top_p 1.0"),
+        ({"top_p": 0.95, "max_new_tokens": 32}, {}, [], "measured with max_new_tokens 32, training has MAX_RESPONSE_LENGTH 512"),
+        ({"top_p": 0.95, "max_new_tokens": 32}, {"MAX_RESPONSE_LENGTH": "32"}, ["actor_rollout_ref.rollout.top_p=0.95"], None),
+        ({"max_new_tokens": 64}, {}, ["data.max_response_length=64"], None),
+        ({"temperature": 0.6}, {}, [], "temperature 0.6, training has TEMPERATURE 1.0"),
+        ({"temperature": 0.6}, {"TEMPERATURE": "0.6"}, [], None),
+        ({"top_k": 20}, {}, [], "top_k 20, training has actor_rollout_ref.rollout.top_k 0"),
+        ({}, {}, ["actor_rollout_ref.rollout.top_k=-1"], None),
+        ({"model": "org/base"}, {}, [], 'model "org/base", training has MODEL "org/m"'),
+        ({"model": "m"}, {}, [], None),  # of a local folder the name alone is stored
+        ({}, {}, ["actor_rollout_ref.model.path=org/n"], 'training has MODEL "org/n"'),
+        ({}, {"REWARD": "integer"}, [], 'reward "math", training has REWARD "integer"'),
+        ({"stop": ["\n"]}, {}, [], "measured with stop"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {}, [], 'chat_template_kwargs {"enable_thinking": false}'),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}'}, [], None),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {}, ["+data.apply_chat_template_kwargs.enable_thinking=False"], None),
+        ({}, {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}'}, [], "measured with chat_template_kwargs null"),
+    ],
+)
+def test_a_recommendation_holds_for_the_law_it_was_measured_under(changes, variables, passed, shown):
+    law, training = {**MEASURED, **changes}, training_law({"MODEL": "org/m", **variables}, passed)
+    if shown is None:
+        assert check_same_law({"law": law}, "r.json", training, False) == []
+        return
+    with pytest.raises(UserError, match="^r.json: measured with .*--allow_mismatch$") as caught:
+        check_same_law({"law": law}, "r.json", training, False)
+    (warning,) = check_same_law({"law": law}, "r.json", training, True)
+    assert shown in str(caught.value) and shown in warning
+
+
+def test_a_results_file_of_an_earlier_version_says_what_it_says():
+    training = training_law({"MODEL": "org/m"}, [])
+    old = {name: value for name, value in MEASURED.items() if name != "chat_template_kwargs"}
+    assert check_same_law({"law": old}, "r.json", training, False) == []
+    (warning,) = check_same_law({}, "r.json", training, False)
+    assert "does not say under which law" in warning
+
+
+def test_a_sweep_is_not_planned_on_a_recommendation_of_another_law(tmp_path):
+    results = {"group_size_law": {"G_star": 8.0, "powers_of_two": [8]}, "law": {**MEASURED, "top_p": 0.95}}
+    (tmp_path / "r.json").write_text(json.dumps(results))
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "MODEL": "org/m"}
+
+    def plan(*more):
+        command = ["bash", SWEEP, "--sweep_dir", tmp_path / "s", "--recommended", tmp_path / "r.json", "--dry_run", *more]
+        return subprocess.run(command, capture_output=True, text=True, env={**environment, "TRAIN_FILES": "absent.parquet"})
+
+    done = plan()
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "measured with top_p 0.95" in done.stderr
+    for more in (["--allow_mismatch"], ["--", "actor_rollout_ref.rollout.top_p=0.95"]):  # then it comes to the data files
+        done = plan(*more)
+        assert "1 runs, 0 of them finished; sizes 8" in done.stderr and "absent.parquet: no such file" in done.stderr
+        assert ("going on as --allow_mismatch says" in done.stderr) == (more == ["--allow_mismatch"])
+
+
 @pytest.mark.parametrize("reason", ["no reward ever differed: all ...", "c3 = -1 is not above 0", "c1 cannot be told from 0"])
 def test_a_law_without_an_answer_is_refused_with_its_reason(reason):
     law = {"G_star": None, "powers_of_two": None, "within_10_percent": None, "reasons": {"G_star": reason}}
@@ -60,7 +125,7 @@ def test_a_law_without_an_answer_is_refused_with_its_reason(reason):
 
 
 def test_the_law_of_rewards_that_never_differ_is_refused_by_the_sweep():
-    law = group_size_law(np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4)), np.ones(6), n_bootstrap=50)
+    law = group_size_law(np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4)), n_bootstrap=50)
     with pytest.raises(UserError, match="no reward ever differed"):
         recommended_sizes({"group_size_law": law}, "r.json", SIZES)
 

@@ -10,6 +10,7 @@ import contextlib
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TemperatureLogitsWarper,
@@ -41,13 +42,23 @@ def tiny_model(family: str, dtype=torch.float64, seed: int = 0, **settings):
 
 @contextlib.contextmanager
 def float_means_double():
-    """Some models (Gemma's norms) compute in float32 whatever their dtype; proofs in float64 need them not to."""
-    plain = torch.Tensor.float
-    torch.Tensor.float = torch.Tensor.double
-    try:
+    """While inside, what asks for float32 gets float64. Also a decorator.
+
+    Norms, rotary embeddings and softmaxes of many models compute in float32 whatever their dtype. Their rounding, 1e-7,
+    depends on the processor and on the shape of the batch; a proof in float64 must be free of it.
+    """
+    def wider(function):
+        def call(*args, **kwargs):
+            args = [torch.float64 if x is torch.float32 else x for x in args]
+            return function(*args, **{name: torch.float64 if x is torch.float32 else x for name, x in kwargs.items()})
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        patch.setattr(torch.Tensor, "to", wider(torch.Tensor.to))
+        patch.setattr(torch.nn.functional, "softmax", wider(torch.nn.functional.softmax))
         yield
-    finally:
-        torch.Tensor.float = plain
 
 
 def tiny_tokenizer(words=("<eos>", "1", "2", "3", "-")) -> PreTrainedTokenizerFast:
