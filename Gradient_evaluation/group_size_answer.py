@@ -63,6 +63,7 @@ def relative_mse(constants: Averages, sizes: np.ndarray, bootstrap: PromptBootst
 
     ratios = (values / values[least]).tolist()
     low, high = (_ratio_end(constants, law_rows(sizes), law_rows(sizes[least]), percent) for percent in (2.5, 97.5))
+    low = np.where(low * BOUNDLESS < 1.01, 0.0, low)  # the search went to its end; an MSE is never below 0
     ends = [[min(one, ratio), None if two > BOUNDLESS else max(two, ratio)] for one, two, ratio in zip(low, high, ratios)]
     ends[least] = [1.0, 1.0]
     return {"G": table["G"], "reference": int(sizes[least]), "value": ratios, "ci95": ends}, None

@@ -18,7 +18,7 @@ import numpy as np
 ONE_PROMPT = "one prompt: there is no interval over prompts"
 STUDENT = 4  # with fewer prompts a resample holds too few different ones, and Student's t is taken
 STEP = 1e-4  # of a numeric derivative, in standard errors
-NO_SPREAD = 1e-9  # a standard error of less than so much of the sample's own is rounding
+LEAST_ERROR = 0.1  # of a resample's standard error, as a share of the sample's own
 
 
 class Estimate(NamedTuple):
@@ -102,9 +102,14 @@ class Averages:
 
 
 def _studentised(deviations: np.ndarray, errors: np.ndarray, error) -> np.ndarray:
-    """``error`` times deviations / errors; a resample without any spread takes the error of the sample itself."""
-    spread = errors > NO_SPREAD * error
-    return deviations * np.divide(error, errors, out=np.ones_like(errors), where=spread)
+    """``error`` times deviations / errors.
+
+    A resample of few distinct prompts can have next to no spread of its own, and a quotient by it no size: an interval of
+    six prompts reached from -19 to 194,301. So ``errors`` count as at least LEAST_ERROR of ``error``. Simulated coverage
+    (63 cases, 4 to 40 prompts) stays within a point, but for ratios of four very heavy-tailed prompts (0.86 to 0.82).
+    """
+    least = np.maximum(errors, LEAST_ERROR * error)
+    return deviations * np.divide(error, least, out=np.ones_like(errors), where=least > 0)
 
 
 class PromptBootstrap:

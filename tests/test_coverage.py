@@ -262,5 +262,12 @@ def print_tables(repeats: int = 1000) -> None:
             print(f"| {n} | {noise:g} | " + " | ".join(f"{found.get(name, np.nan):.2f}" for name in names) + " |", flush=True)
 
 
+def test_a_resample_of_prompts_that_hardly_differ_does_not_make_an_interval_without_size():
+    """Five of six prompts are 0 but for rounding: a resample without the sixth has a spread of 1e-17."""
+    values = np.array([1.0, 1e-17, -1e-17, 1e-17, -1e-17, 1e-17])
+    low, high = PromptBootstrap(6).mean(values).interval
+    assert low <= values.mean() <= high < 20 * values.mean() and low > -20 * values.mean()
+
+
 if __name__ == "__main__":
     print_tables()
