@@ -159,8 +159,8 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> N
     batch = Batch("--batch_size", args.batch_size, least=1)
     with (limited_memory(args.max_memory, processes.device),
           Progress(len(plan.rows), len(plan.finished), "V", args.quiet, processes) as progress):
-        if processes.is_first and plan.todo and not plan.finished:
-            check_law(model, tokenizer, plan.todo[0][1], plan.todo[0][0], args, batch)
+        if plan.todo:  # the others wait, so that no row is written by a sampler that does not pass
+            processes.from_first(check_law, model, tokenizer, plan.todo[0][1], plan.todo[0][0], args, batch)
         for row, prompt_ids in processes.share(plan.todo):
             measured = measure(model, tokenizer, prompt_ids, row, args, batch)
             append_row(path, {**row.columns, **measured, **plan.record, **weights})
