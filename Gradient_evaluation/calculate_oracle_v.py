@@ -56,6 +56,7 @@ from Gradient_evaluation.run_files import (check_fingerprint, check_same_weights
 from Gradient_evaluation.sampler_check import check_sampler  # noqa: E402
 from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
 from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
+from Gradient_evaluation.self_audit import in_float32  # noqa: E402
 from Gradient_evaluation.tables import GRADED, ZERO_ONE, Row, check_ground_truths, load_dataset_rows, rewards_of  # noqa: E402
 from Gradient_evaluation.utils import REWARDS  # noqa: E402
 
@@ -130,11 +131,14 @@ def check_law(model, tokenizer, prompt_ids, row, args, batch: Batch) -> None:
     u = uniforms(args.seed, "audit", row.prompt_id, 0, min(CHECKED, args.n_oracle), args.max_new_tokens)
     gram = ScoreGram(model, law_of(args))
 
-    def check(size: int) -> None:
+    def check(size: int) -> dict:
         drawn = sample_continuations(model, tokenizer, prompt_ids, u[:size], law_of(args), size)
-        check_sampler(gram, prompt_ids, drawn, row.where)
+        return check_sampler(gram, prompt_ids, drawn, row.where)
 
-    finite_at(row, Batch(batch.flag, min(batch.size, len(u)), least=1).run, check, row.where)
+    def in_batches() -> dict:
+        return Batch(batch.flag, min(batch.size, len(u)), least=1).run(check, row.where)
+
+    finite_at(row, in_float32, model, in_batches, "the comparison of sampler and scorer")
 
 
 def begin(plan: Plan, args, fingerprints: list[str]) -> None:

@@ -15,6 +15,7 @@ from Gradient_evaluation.memory import Batch
 from Gradient_evaluation.sampler_check import check_sampler
 from Gradient_evaluation.sampling import Continuation, sample_continuations, uniforms
 from Gradient_evaluation.score_gram import ScoreGram
+from Gradient_evaluation.self_audit import in_float32
 from Gradient_evaluation.sketch_weights import sketch_weights, sketched_names
 from Gradient_evaluation.tables import Row, rewards_of
 
@@ -59,10 +60,18 @@ class Measurement:
         return batch.run(lambda size: self.gram.audit(prompt_ids, drawn[:size]), row.where)
 
     def check_sampler(self, row: Row, prompt_ids: list[int]) -> dict:
-        """sampler_check.check_sampler on one block of continuations of this prompt that are used for nothing else."""
-        drawn = self._sample("audit", row, prompt_ids, min(self.block.size, self.args.M * self.args.K_list[-1]))
-        batch = Batch("sampler check", len(drawn), least=1)
-        return batch.run(lambda size: check_sampler(self.gram, prompt_ids, drawn[:size], row.where), row.where)
+        """sampler_check.check_sampler of a block of continuations of this prompt that are used for nothing else.
+
+        A half-precision model draws and scores them in float32: its own rounding would hide a wrong sampler.
+        """
+        count = min(self.block.size, self.args.M * self.args.K_list[-1])
+
+        def check() -> dict:
+            drawn = self._sample("audit", row, prompt_ids, count)
+            batch = Batch("sampler check", count, least=1)
+            return batch.run(lambda size: check_sampler(self.gram, prompt_ids, drawn[:size], row.where), row.where)
+
+        return in_float32(self.model, check, "the comparison of sampler and scorer")
 
     def measure(self, row: Row, prompt_ids: list[int], place: int) -> GramRecord:
         """The record of one prompt, ``place`` its index in the oracle table. FloatingPointError: not finite."""

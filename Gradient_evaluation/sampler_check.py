@@ -9,6 +9,9 @@ the log-softmax at the temperature, has no edge: both sides must agree in it to 
 rounding of the edge may be kept on one side and not on the other, and both are right. So m of the sampler may lie
 anywhere between its least and its largest value when every logit of the scoring pass is off by the dtype's ``slack``;
 what it is beyond counts as difference.
+
+In half precision rounding hides much: decoding one position further went unseen in bfloat16. So both scripts run this in
+float32 (``self_audit.in_float32``), and in the model's dtype only where that does not fit or run.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ does not fit or does not run, it is audited in its own dtype, with the tolerance
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -38,19 +38,27 @@ def audit(score_gram, prompt_ids: Sequence[int], continuations: Sequence[Continu
     dtype's rounding of the whole tr Q where both are below it (a key bias without rotary positions has gradient 0).
     Raises UserError naming the module when an error exceeds its tolerance; FloatingPointError when one is not finite.
     """
-    own = {p.dtype for p in score_gram.model.parameters() if p.is_floating_point()}
-    if own & set(HALF):
+    return in_float32(score_gram.model, lambda: _compare(score_gram, prompt_ids, continuations, seed), "the self-audit")
+
+
+def in_float32(model: nn.Module, check: Callable[[], dict], name: str) -> dict:
+    """``check()`` with a half-precision model in float32; in its own dtype, and said so, where that does not fit or run.
+
+    name: of the check, for the message.
+    """
+    own = {p.dtype for p in model.parameters() if p.is_floating_point()} & set(HALF)
+    if own:
         try:
-            with widened(score_gram.model):
-                return _compare(score_gram, prompt_ids, continuations, seed)
+            with widened(model):
+                return check()
         except (RuntimeError, MemoryError, TypeError) as error:
             why = "out of memory" if is_out_of_memory(error) else str(error).strip().split("\n")[0]
         # Outside the handler, whose traceback keeps the tensors of the attempt alive.
         release_memory()
-        narrowest = max(own & set(HALF), key=lambda dtype: TOLERANCES[dtype])
-        print(f"note: the self-audit does not run in float32 with {len(continuations)} continuations ({why}); it goes on "
-              f"in {_name(narrowest)}, with a tolerance of {TOLERANCES[narrowest][0]:g}", file=sys.stderr)
-    return _compare(score_gram, prompt_ids, continuations, seed)
+        narrowest = max(own, key=lambda dtype: TOLERANCES[dtype])
+        print(f"note: {name} does not run in float32 ({why}); it goes on in {_name(narrowest)}, whose rounding hides small "
+              "faults", file=sys.stderr)
+    return check()
 
 
 def _compare(score_gram, prompt_ids, continuations, seed: int) -> dict:

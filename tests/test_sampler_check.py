@@ -14,6 +14,7 @@ from Gradient_evaluation.models import crosses_rope_length, rope_length
 from Gradient_evaluation.sampler_check import check_sampler, differences, possible_log_kept, tolerance_of
 from Gradient_evaluation.sampling import SamplingLaw, kept_tokens
 from Gradient_evaluation.score_gram import ScoreGram
+from Gradient_evaluation.self_audit import in_float32
 
 PROMPT = [1, 3, 7, 9, 3]
 WORDS = tiny_tokenizer(("<pad>", "<bos>", "<eos>", *map(str, range(37))))
@@ -135,6 +136,32 @@ def test_half_precision_is_held_to_its_rounding_also_at_the_edge_of_the_nucleus(
     shifted = drawn_by(model, law, n=48, prompt=[3, *PROMPT])  # as if decoded one position further
     with pytest.raises(UserError, match="not one law"):
         check_sampler(gram, PROMPT, shifted, "line 1")
+
+
+def checked_in_float32(gram):
+    """As both scripts check a half-precision model: drawn and scored in float32."""
+    return in_float32(gram.model, lambda: check_sampler(gram, PROMPT, drawn_by(gram.model, n=16), "line 1"), "the check")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_half_precision_model_is_checked_in_float32_and_comes_back_as_it_was(monkeypatch, dtype):
+    """Very wide logits are no false alarm, and decoding one position further, unseen in bfloat16, stops the run."""
+    model = family_model("llama", dtype=dtype)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(50)
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    gram = ScoreGram(model, LAW)
+    assert checked_in_float32(gram)["largest_difference"] < 1e-4
+    with torch.no_grad():
+        model.lm_head.weight.div_(50)
+    counted = sampling.position_ids
+    monkeypatch.setattr(sampling, "position_ids", lambda padding, tokens: counted(padding, tokens) + 1)
+    with pytest.raises(UserError, match="not one law"):
+        checked_in_float32(gram)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(before["lm_head.weight"])
+    assert all(x.dtype == dtype for x in model.parameters())
+    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
 @pytest.mark.parametrize("law", [SamplingLaw(top_p=0.95), SamplingLaw(top_p=0.5), SamplingLaw(top_k=5),
