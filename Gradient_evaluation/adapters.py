@@ -34,13 +34,17 @@ def base_of(adapter: str) -> tuple[str, str | None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         named, revision = None, None
     if not named or not isinstance(named, str):
-        raise UserError(f"--model {adapter}: its adapter_config.json names no base_model_name_or_path; write the base "
-                        "model's folder or hub id there")
+        raise UserError(
+            f"--model {adapter}: its adapter_config.json names no base_model_name_or_path; write the base "
+            "model's folder or hub id there"
+        )
     beside = Path(adapter) / named
     source = str(beside) if beside.is_dir() and not Path(named).is_dir() else named
     if not Path(source).is_dir() and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-        raise UserError(f"--model {adapter}: its adapter_config.json names the base model {named}, and there is no such "
-                        "folder here; correct base_model_name_or_path in it")
+        raise UserError(
+            f"--model {adapter}: its adapter_config.json names the base model {named}, and there is no such "
+            "folder here; correct base_model_name_or_path in it"
+        )
     if is_adapter(source):
         raise UserError(f"--model {adapter}: its base model {named} is an adapter itself; merge that one into its base first")
     return source, revision
@@ -62,8 +66,10 @@ def load_adapter(adapter: str, base: nn.Module, device: torch.device) -> nn.Modu
         try:
             whole = peft.PeftModel.from_pretrained(base, adapter, is_trainable=True, torch_device=str(device))
         except KeyError as error:  # PEFT looks saved modules up by name
-            raise UserError(f"--model {adapter}: the adapter's file lacks {error} of the weights that its config asks for; "
-                            "give the complete adapter") from None
+            raise UserError(
+                f"--model {adapter}: the adapter's file lacks {error} of the weights that its config asks for; "
+                "give the complete adapter"
+            ) from None
     for warning in said:
         if "nexpected keyword" in str(warning.message):  # a setting of a newer PEFT, without which it is another adapter
             print(f"warning: {adapter}: {str(warning.message).splitlines()[0]}", file=sys.stderr)
@@ -72,12 +78,16 @@ def load_adapter(adapter: str, base: nn.Module, device: torch.device) -> nn.Modu
         expected = set(peft.get_peft_model_state_dict(whole, save_embedding_layers=False))
         held = set(peft.utils.load_peft_weights(adapter, device="cpu"))
     if lacking := sorted(expected - held):
-        raise UserError(f"--model {adapter}: the adapter's file lacks {len(lacking)} of the weights that its config asks for "
-                        f"(such as {lacking[0]}); they would have other values than those trained; give the "
-                        "complete adapter")
+        raise UserError(
+            f"--model {adapter}: the adapter's file lacks {len(lacking)} of the weights that its config asks for "
+            f"(such as {lacking[0]}); they would have other values than those trained; give the "
+            "complete adapter"
+        )
     if unused := sorted(held - expected - set(whole.state_dict())):
-        print(f"warning: {adapter}: PEFT leaves {len(unused)} weights of the adapter's file unused (such as {unused[0]})",
-              file=sys.stderr)
+        print(
+            f"warning: {adapter}: PEFT leaves {len(unused)} weights of the adapter's file unused (such as {unused[0]})",
+            file=sys.stderr,
+        )
     model = whole.get_base_model()
     _check_same_logits(adapter, whole, model)
     return model
@@ -86,11 +96,15 @@ def load_adapter(adapter: str, base: nn.Module, device: torch.device) -> nn.Modu
 def _refuse_other_kinds(adapter: str, config) -> None:
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if config.is_prompt_learning or getattr(config, "is_adaption_prompt", False):
-        raise UserError(f"--model {adapter}: a {kind} adapter puts virtual tokens before the prompt, which the sampling and "
-                        "the score here know nothing of; give an adapter of the model's own layers (LoRA, IA3 and the like)")
+        raise UserError(
+            f"--model {adapter}: a {kind} adapter puts virtual tokens before the prompt, which the sampling and "
+            "the score here know nothing of; give an adapter of the model's own layers (LoRA, IA3 and the like)"
+        )
     if getattr(config, "alora_invocation_tokens", None):
-        raise UserError(f"--model {adapter}: an activated LoRA (alora_invocation_tokens) acts from certain tokens on, which "
-                        "the sampling and the score here know nothing of; give a plain LoRA")
+        raise UserError(
+            f"--model {adapter}: an activated LoRA (alora_invocation_tokens) acts from certain tokens on, which "
+            "the sampling and the score here know nothing of; give a plain LoRA"
+        )
 
 
 @torch.no_grad()
@@ -100,5 +114,7 @@ def _check_same_logits(adapter: str, whole: nn.Module, model: nn.Module) -> None
     settings = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     whole.eval()
     if not torch.allclose(whole(**settings).logits, model(**settings).logits, rtol=1e-3, atol=1e-3):
-        raise UserError(f"--model {adapter}: PEFT runs this adapter by more than the model's own layers, which is not "
-                        "measured here; merge it into its base model")
+        raise UserError(
+            f"--model {adapter}: PEFT runs this adapter by more than the model's own layers, which is not "
+            "measured here; merge it into its base model"
+        )

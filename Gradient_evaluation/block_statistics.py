@@ -86,11 +86,7 @@ def pair_moments(gram: np.ndarray, rewards: np.ndarray) -> PairMoments:
     everything = np.einsum("...i,...ij,...j->...", total, gram, total)
     disjoint = everything - 4 * chains - 2 * pairs
     ordered = size * (size - 1)
-    return PairMoments(
-        pairs / ordered,
-        chains / (ordered * (size - 2)),
-        disjoint / (ordered * (size - 2) * (size - 3)),
-    )
+    return PairMoments(pairs / ordered, chains / (ordered * (size - 2)), disjoint / (ordered * (size - 2) * (size - 3)))
 
 
 def group_trace(moments: PairMoments, group_size: int | np.ndarray) -> np.ndarray:

@@ -29,8 +29,9 @@ def parse_args():
     add_shared_flags(parser)
     parser.add_argument("--dataset", default="Kyleyee/arithmetic-test", help="hub id, or a local file or folder")
     parser.add_argument("--split", default="train", help="split of a hub or saved data set (%(default)s)")
-    parser.add_argument("--n_oracle", type=integer(1, MOST_CONTINUATIONS), default=1000,
-                        help="continuations per prompt (%(default)s)")
+    parser.add_argument(
+        "--n_oracle", type=integer(1, MOST_CONTINUATIONS), default=1000, help="continuations per prompt (%(default)s)"
+    )
     parser.add_argument("--batch_size", type=integer(1), default=32, help="continuations at a time (%(default)s)")
     parser.add_argument("--out_dir", default="oracle_v_results", help="folder of the table (%(default)s)")
     return parser.parse_args()
@@ -46,13 +47,31 @@ import torch  # noqa: E402
 from Gradient_evaluation.durable_files import append_row  # noqa: E402
 from Gradient_evaluation.law_and_prompts import chat_from, law_of, law_record, tokenised  # noqa: E402
 from Gradient_evaluation.memory import Batch, limited_memory, tune_allocator  # noqa: E402
-from Gradient_evaluation.models import (device_line, fingerprint, load_model, load_tokenizer, model_label,  # noqa: E402
-                                        resolve_dtype, warn_of_risks, weights_digest)
+from Gradient_evaluation.models import (
+    device_line,
+    fingerprint,
+    load_model,
+    load_tokenizer,
+    model_label,  # noqa: E402
+    resolve_dtype,
+    warn_of_risks,
+    weights_digest,
+)
 from Gradient_evaluation.processes import Processes  # noqa: E402
 from Gradient_evaluation.progress import Progress  # noqa: E402
-from Gradient_evaluation.run_files import (check_fingerprint, check_same_weights, continue_table, finite_at,  # noqa: E402
-                                           left_rows, only_writer, output_folder, part_of, remove_table, saved_on_interrupt,
-                                           write_table)
+from Gradient_evaluation.run_files import (
+    check_fingerprint,
+    check_same_weights,
+    continue_table,
+    finite_at,  # noqa: E402
+    left_rows,
+    only_writer,
+    output_folder,
+    part_of,
+    remove_table,
+    saved_on_interrupt,
+    write_table,
+)
 from Gradient_evaluation.sampler_check import check_sampler  # noqa: E402
 from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
 from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
@@ -84,8 +103,12 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     path = Path(args.out_dir) / f"oracle_v_n{args.n_oracle}_{model_label(args.model)}.jsonl"
     chat = chat_from(args, tokenizer, () if args.overwrite else left_rows(path))
     rows, prompts, n_long = tokenised(rows, args, tokenizer, chat)
-    record = {**law_record(args, tokenizer, chat), "n_oracle": args.n_oracle, "seed": args.seed,
-              "dtype": str(dtype).split(".")[-1]}
+    record = {
+        **law_record(args, tokenizer, chat),
+        "n_oracle": args.n_oracle,
+        "seed": args.seed,
+        "dtype": str(dtype).split(".")[-1],
+    }
     output_folder(args.out_dir)
     held.enter_context(only_writer(path))
     finished = {} if args.overwrite else continue_table(path, record, rows)
@@ -122,8 +145,14 @@ def oracle_columns(rewards: np.ndarray, zero_one: bool) -> dict:
         kind, error, V = "unknown", None, float(rewards[0])
     else:
         kind, error = "sample", float(rewards.std(ddof=1) / np.sqrt(n))
-    return {"V_oracle": V, "n_oracle": n, "correct_count": int(rewards.sum()) if zero_one else None,
-            "V_standard_error": error, "V_standard_error_kind": kind, "reward_values": ZERO_ONE if zero_one else GRADED}
+    return {
+        "V_oracle": V,
+        "n_oracle": n,
+        "correct_count": int(rewards.sum()) if zero_one else None,
+        "V_standard_error": error,
+        "V_standard_error_kind": kind,
+        "reward_values": ZERO_ONE if zero_one else GRADED,
+    }
 
 
 def check_law(model, tokenizer, prompt_ids, row, args, batch: Batch) -> None:
@@ -161,8 +190,10 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> N
     processes.from_first(begin, plan, args, fingerprints)
     path = plan.path if processes.size == 1 else part_of(plan.path, processes.rank)
     batch = Batch("--batch_size", args.batch_size, least=1)
-    with (limited_memory(args.max_memory, processes.device),
-          Progress(len(plan.rows), len(plan.finished), "V", args.quiet, processes) as progress):
+    with (
+        limited_memory(args.max_memory, processes.device),
+        Progress(len(plan.rows), len(plan.finished), "V", args.quiet, processes) as progress,
+    ):
         if plan.todo:  # the others wait, so that no row is written by a sampler that does not pass
             processes.from_first(check_law, model, tokenizer, plan.todo[0][1], plan.todo[0][0], args, batch)
         for row, prompt_ids in processes.share(plan.todo):
@@ -201,8 +232,10 @@ def main() -> None:
         if processes.is_first:
             table = continue_table(plan.path, plan.record, plan.rows)
             write_table(plan.path, table, plan.rows)
-            print("finished before, nothing left to do: " * finished
-                  + summarise([table[row.prompt_id] for row in plan.rows], plan, time.monotonic() - started))
+            print(
+                "finished before, nothing left to do: " * finished
+                + summarise([table[row.prompt_id] for row in plan.rows], plan, time.monotonic() - started)
+            )
 
 
 if __name__ == "__main__":

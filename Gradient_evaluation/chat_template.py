@@ -30,9 +30,12 @@ from Gradient_evaluation.cli import UserError
 Messages = list[dict[str, Any]]
 FLAG = "--chat_template_kwargs"
 OURS = {  # what the flag may not set, and where it comes from
-    "messages": "the column prompt", "tools": "the column tools", "add_generation_prompt": "the last message's role",
-    "continue_final_message": "the last message's role", "strftime_now": "the clock",
-}  # fmt: skip
+    "messages": "the column prompt",
+    "tools": "the column tools",
+    "add_generation_prompt": "the last message's role",
+    "continue_final_message": "the last message's role",
+    "strftime_now": "the clock",
+}
 
 
 class Chat(NamedTuple):
@@ -173,8 +176,10 @@ def render(tokenizer, messages: Messages, tools: Sequence[Mapping] = (), chat: C
     templates = _templates(tokenizer)
     if not templates:
         if tools or calls:
-            raise UserError(f"the prompt has {'tools' if tools else 'tool_calls'}, and the tokenizer has no chat template to "
-                            "render them with; use a model with one")
+            raise UserError(
+                f"the prompt has {'tools' if tools else 'tool_calls'}, and the tokenizer has no chat template to "
+                "render them with; use a model with one"
+            )
         turns = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
         return "\n\n".join(turns if prefilled else [*turns, "Assistant:"])
     if tools and "tools" not in template_variables(tokenizer):
@@ -189,8 +194,10 @@ def verl_text(tokenizer, messages: Messages, kwargs: Mapping[str, Any]) -> str:
 
     Raises UserError where the template refuses them, or renders such messages otherwise than those without null.
     """
-    whole = [{name: plain(value) for name, value in message.items() if value is not None or name == "content"}
-             for message in messages]  # fmt: skip
+    whole = [
+        {name: plain(value) for name, value in message.items() if value is not None or name == "content"}
+        for message in messages
+    ]
     texts = []
     for each in [messages] if whole == messages else [messages, whole]:
         try:
@@ -199,8 +206,10 @@ def verl_text(tokenizer, messages: Messages, kwargs: Mapping[str, Any]) -> str:
             reason = " ".join(f"{error}".split())[:300] or type(error).__name__
             raise UserError(f"the chat template refuses this prompt: {reason}") from None
     if texts[0] != texts[-1]:
-        raise UserError("VERL gives every message the fields of all, null where it has none, and the chat template then "
-                        "renders this prompt otherwise; write the fields into the content, or use another template")
+        raise UserError(
+            "VERL gives every message the fields of all, null where it has none, and the chat template then "
+            "renders this prompt otherwise; write the fields into the content, or use another template"
+        )
     return texts[0]
 
 
@@ -232,8 +241,9 @@ def _apply(tokenizer, messages: Messages, tools: Sequence[Mapping], chat: Chat, 
     reasons = []
     for attempt in attempts:
         try:
-            return tokenizer.apply_chat_template(attempt, tokenize=False, add_generation_prompt=not prefilled,
-                                                 continue_final_message=prefilled, **settings)
+            return tokenizer.apply_chat_template(
+                attempt, tokenize=False, add_generation_prompt=not prefilled, continue_final_message=prefilled, **settings
+            )
         except Exception as error:  # a template is a program of its author's: it can raise anything
             reasons.append(" ".join(f"{error}".split()) or type(error).__name__)
     roles = ", ".join(message["role"] for message in messages)

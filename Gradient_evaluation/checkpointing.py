@@ -21,8 +21,9 @@ from Gradient_evaluation.replaced_forward import replaced_forward
 def check_checkpointable(model: nn.Module) -> None:
     """Raise UserError when the model has no layer that ``checkpointed_layers`` could wrap."""
     if not any(isinstance(module, GradientCheckpointingLayer) for module in model.modules()):
-        raise UserError(f"gradient checkpointing: {type(model).__name__} has no layer that transformers can "
-                        "checkpoint; run without it")
+        raise UserError(
+            f"gradient checkpointing: {type(model).__name__} has no layer that transformers can checkpoint; run without it"
+        )
 
 
 @contextmanager
@@ -30,6 +31,7 @@ def checkpointed_layers(model: nn.Module, enabled: bool = True) -> Iterator[None
     """While inside, every GradientCheckpointingLayer keeps its input alone and runs again in the backward pass."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if enabled else []
     # No random state to restore: nothing is drawn in eval mode, and reading a GPU's state makes the host wait.
-    with replaced_forward(layers, lambda layer, plain: partial(checkpoint, plain, use_reentrant=False,
-                                                               preserve_rng_state=False)):
+    with replaced_forward(
+        layers, lambda layer, plain: partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=False)
+    ):
         yield

@@ -71,8 +71,11 @@ def one_line_while_importing() -> None:
         if issubclass(kind, UserError):
             end(f"error: {' '.join(str(error).split())}", 2)
         if issubclass(kind, ModuleNotFoundError) and error.name and error.name.partition(".")[0] not in OURS:
-            end(f"error: {sys.executable} has no package {error.name.partition('.')[0]}; activate the environment "
-                "(make demo or make test sets up .venv: . .venv/bin/activate), or pip install -r requirements.txt", 2)
+            end(
+                f"error: {sys.executable} has no package {error.name.partition('.')[0]}; activate the environment "
+                "(make demo or make test sets up .venv: . .venv/bin/activate), or pip install -r requirements.txt",
+                2,
+            )
         sys.__excepthook__(kind, error, traceback)
 
     signal.signal(signal.SIGINT, lambda *_: end("interrupted; nothing was being measured yet", 130))

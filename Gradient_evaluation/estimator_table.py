@@ -212,9 +212,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "length_normalised": Estimator("leave-one-out, score / length", length_normalised, other_target=BY_LENGTH),
     "std_verl": Estimator("advantage over std, as VERL", group="std_verl", other_target=BY_STD),
     "std_paper": Estimator(
-        "leave-one-out over std, as the paper's appendix",
-        group="leave_one_out_over_std",
-        other_target=BY_STD,
+        "leave-one-out over std, as the paper's appendix", group="leave_one_out_over_std", other_target=BY_STD
     ),
     "opo": Estimator("OPO: length-weighted mean of the group", group="length_weighted"),
     "token_mean": Estimator(

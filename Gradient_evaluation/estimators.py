@@ -23,9 +23,15 @@ from Gradient_evaluation.prompt_bootstrap import Estimate, PromptBootstrap
 from Gradient_evaluation.prompt_moments import CLASSES, PromptMoments, reduce_records
 
 __all__ = [
-    "PromptMoments", "effective_group_size", "group_advantages", "group_rules", "prompt_trace_covs",
-    "reduce_prompts", "resolve", "summarise",
-]  # fmt: skip
+    "PromptMoments",
+    "effective_group_size",
+    "group_advantages",
+    "group_rules",
+    "prompt_trace_covs",
+    "reduce_prompts",
+    "resolve",
+    "summarise",
+]
 
 PUBLISHED = ("naive", "grpo", "oracleV")
 FLOOR = "best_baseline"
@@ -81,11 +87,7 @@ def _check_group_sizes(group_sizes: Sequence[int]) -> None:
 
 
 def summarise(
-    records: Iterable | PromptMoments,
-    K_list: Sequence[int],
-    n_bootstrap: int = 2000,
-    seed: int = 0,
-    names: Sequence[str] = (),
+    records: Iterable | PromptMoments, K_list: Sequence[int], n_bootstrap: int = 2000, seed: int = 0, names: Sequence[str] = ()
 ) -> dict:
     """The results of a run, JSON-ready: floats, lists and None, never NaN.
 
@@ -147,9 +149,7 @@ def _published(table: dict, reasons: dict) -> dict:
     return result
 
 
-def _compare(
-    prompts: PromptMoments, name: str, K_list: Sequence[int], bootstrap: PromptBootstrap, reasons: dict
-) -> dict:
+def _compare(prompts: PromptMoments, name: str, K_list: Sequence[int], bootstrap: PromptBootstrap, reasons: dict) -> dict:
     """One estimator in full: {title, target, then lists aligned with K_list, each with a ``_ci95`` beside it}.
 
     trace_cov; squared_bias and mse (where the target is theta); signal_to_noise ||E ghat||^2 / trace(Cov);
@@ -195,9 +195,7 @@ def _weighted(moments: Moments) -> tuple[np.ndarray, np.ndarray]:
     return weight * moments.trace, weight * moments.signal
 
 
-def _signal_to_noise(
-    prompts: PromptMoments, moments: Moments, group_size: int, bootstrap: PromptBootstrap
-) -> Estimate:
+def _signal_to_noise(prompts: PromptMoments, moments: Moments, group_size: int, bootstrap: PromptBootstrap) -> Estimate:
     if isinstance(moments.trace, str):
         return Estimate(None, None, moments.trace)
     trace, signal = _weighted(moments)
@@ -211,9 +209,7 @@ def _continuations(prompts: PromptMoments, moments: Moments, group_size: int, bo
     return bootstrap.share_ratio(np.full(len(prompts), group_size), kept, f"share of groups kept at K={group_size}")
 
 
-def _signal_per_continuation(
-    prompts: PromptMoments, moments: Moments, group_size: int, bootstrap: PromptBootstrap
-) -> Estimate:
+def _signal_per_continuation(prompts: PromptMoments, moments: Moments, group_size: int, bootstrap: PromptBootstrap) -> Estimate:
     if isinstance(moments.trace, str):
         return Estimate(None, None, moments.trace)
     trace, signal = _weighted(moments)
@@ -235,9 +231,7 @@ def effective_group_size(trace, zeta1, pair_excess):
         return (trace + single + np.sqrt((trace - single) ** 2 + 4 * trace * pair_excess)) / (2 * trace)
 
 
-def _effective_group_size(
-    prompts: PromptMoments, moments: Moments, group_size: int, bootstrap: PromptBootstrap
-) -> Estimate:
+def _effective_group_size(prompts: PromptMoments, moments: Moments, group_size: int, bootstrap: PromptBootstrap) -> Estimate:
     """From averages: the trace, brought to the scale of theta, put into ``effective_group_size``."""
     if isinstance(moments.trace, str):
         return Estimate(None, None, moments.trace)
@@ -262,8 +256,12 @@ def _effective_group_size(
     if estimate.value is None:
         return estimate._replace(reason="plain GRPO has this signal-to-noise ratio at no group size")
     if estimate.value < 2 - 1e-9:
-        return Estimate(None, None, f"plain GRPO at K = 2, the smallest group, has a higher signal-to-noise ratio "
-                                    f"({estimate.value:.3g} continuations would do)")  # fmt: skip
+        return Estimate(
+            None,
+            None,
+            f"plain GRPO at K = 2, the smallest group, has a higher signal-to-noise ratio "
+            f"({estimate.value:.3g} continuations would do)",
+        )
     return estimate
 
 
@@ -311,8 +309,10 @@ def _on_policy_warning(z: float | None, n_prompts: int) -> str | None:
     """
     if z is None or n_prompts < FEWEST_FOR_WARNING or z <= (most := 4 * (1 + 5 / (n_prompts - 1))):
         return None
-    return (f"the mean of the scores is not 0 (z = {z:.1f}; with {n_prompts} prompts correct scores stay below {most:.1f}): "
-            "the scores are not those of the law that was sampled, so no estimator here is the one of its name")
+    return (
+        f"the mean of the scores is not 0 (z = {z:.1f}; with {n_prompts} prompts correct scores stay below {most:.1f}): "
+        "the scores are not those of the law that was sampled, so no estimator here is the one of its name"
+    )
 
 
 def _score_norms(prompts: PromptMoments, bootstrap: PromptBootstrap, reasons: dict) -> dict:

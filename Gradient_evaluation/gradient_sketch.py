@@ -109,8 +109,8 @@ def _project_inputs(use: Outer, matrix: torch.Tensor | None) -> torch.Tensor:
     """The inputs of a Linear layer times a matrix (None: the identity), shared positions once for all samples."""
     if matrix is None:
         return widen(use.a)
-    rest = widen(use.a[:, use.shared:]) @ matrix
+    rest = widen(use.a[:, use.shared :]) @ matrix
     if not use.shared:
         return rest
-    shared = widen(use.a[:1, :use.shared]) @ matrix
+    shared = widen(use.a[:1, : use.shared]) @ matrix
     return torch.cat([shared.expand(len(rest), -1, -1), rest], 1)

@@ -67,9 +67,19 @@ class GramCapture:
     (E, batch), ``sketches`` holds {id of parameter: (E, entries)}, the sketches of sum_i weights_ei g_i.
     """
 
-    def __init__(self, model: nn.Module, parameters: dict[int, nn.Parameter], batch: int, prompt: int, response: int,
-                 budget: int, sketch: GradientSketch | None = None, weights: torch.Tensor | None = None,
-                 dtype: torch.dtype | None = None, leading: Container[nn.Module] = ()):
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: dict[int, nn.Parameter],
+        batch: int,
+        prompt: int,
+        response: int,
+        budget: int,
+        sketch: GradientSketch | None = None,
+        weights: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        leading: Container[nn.Module] = (),
+    ):
         self.model, self.parameters = model, parameters
         self.batch, self.budget, self.dtype = batch, budget, dtype
         self.prompt, self.length = prompt, prompt + response - 1
@@ -121,8 +131,7 @@ class GramCapture:
         if module not in self.leading or next(module.children(), None) is not None or not output.is_floating_point():
             return False
         ranks = ((args[0], 3 if args[0].is_floating_point() else 2), (output, 3))
-        return all(x.dim() >= rank and x.shape[0] == self.batch and self.lengths & set(x.shape[1:])
-                   for x, rank in ranks)
+        return all(x.dim() >= rank and x.shape[0] == self.batch and self.lengths & set(x.shape[1:]) for x, rank in ranks)
 
     def _on_forward(self, module: nn.Module, args: tuple, kwargs: dict, output):
         if self.paused:

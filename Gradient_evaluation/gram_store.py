@@ -58,21 +58,41 @@ class GramRecord:
     def blocks(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """[(gram (B, B), rewards (B,), lengths (B,)), ...] as estimators.py reads them."""
         ends = np.cumsum([len(gram) for gram in self.grams])
-        return [(gram, self.rewards[end - len(gram):end], self.lengths[end - len(gram):end])
-                for gram, end in zip(self.grams, ends)]
+        return [
+            (gram, self.rewards[end - len(gram) : end], self.lengths[end - len(gram) : end])
+            for gram, end in zip(self.grams, ends)
+        ]
 
     def save(self, folder: Path) -> None:
         """Write ``folder/<prompt id>.npz``, all or nothing."""
-        about = {"prompt_id": self.prompt_id, "index": self.index, "prompt": self.prompt,
-                 "ground_truth": self.ground_truth, "oracle_value": self.oracle_value, "n_oracle": self.n_oracle,
-                 "modules": self.modules, "sketch_names": self.sketch_names, "greedy_reward": self.greedy_reward,
-                 "order": self.order}
-        extra = {name: getattr(self, name) for name in ("module_moments", "sketch", "sketch_layout") if getattr(self, name) is not None}
+        about = {
+            "prompt_id": self.prompt_id,
+            "index": self.index,
+            "prompt": self.prompt,
+            "ground_truth": self.ground_truth,
+            "oracle_value": self.oracle_value,
+            "n_oracle": self.n_oracle,
+            "modules": self.modules,
+            "sketch_names": self.sketch_names,
+            "greedy_reward": self.greedy_reward,
+            "order": self.order,
+        }
+        extra = {
+            name: getattr(self, name)
+            for name in ("module_moments", "sketch", "sketch_layout")
+            if getattr(self, name) is not None
+        }
         buffer = io.BytesIO()
-        np.savez(buffer, **extra, about=np.array(json.dumps(about, ensure_ascii=False)), rewards=self.rewards,
-                 lengths=self.lengths, log_probs=self.log_probs,
-                 block_sizes=np.array([len(gram) for gram in self.grams]),
-                 grams=np.concatenate([gram.ravel() for gram in self.grams]))
+        np.savez(
+            buffer,
+            **extra,
+            about=np.array(json.dumps(about, ensure_ascii=False)),
+            rewards=self.rewards,
+            lengths=self.lengths,
+            log_probs=self.log_probs,
+            block_sizes=np.array([len(gram) for gram in self.grams]),
+            grams=np.concatenate([gram.ravel() for gram in self.grams]),
+        )
         write_bytes_atomic(path_of(folder, self.prompt_id), buffer.getvalue())
 
 
@@ -94,14 +114,22 @@ def load(path: Path) -> GramRecord:
             raise ValueError("not finite")
         if path.stem != path_of(path.parent, about["prompt_id"]).stem:
             raise ValueError("of another prompt")
-        return GramRecord(**about, rewards=data["rewards"], lengths=data["lengths"], log_probs=data["log_probs"],
-                          grams=grams, module_moments=data.get("module_moments"), sketch=data.get("sketch"),
-                          sketch_layout=data.get("sketch_layout"))
+        return GramRecord(
+            **about,
+            rewards=data["rewards"],
+            lengths=data["lengths"],
+            log_probs=data["log_probs"],
+            grams=grams,
+            module_moments=data.get("module_moments"),
+            sketch=data.get("sketch"),
+            sketch_layout=data.get("sketch_layout"),
+        )
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such file") from None
     except DAMAGE as error:
-        raise UserError(f"{path}: not a Gram file of this toolkit ({type(error).__name__}); delete it and run "
-                        "run_tracecov.py again") from None
+        raise UserError(
+            f"{path}: not a Gram file of this toolkit ({type(error).__name__}); delete it and run run_tracecov.py again"
+        ) from None
 
 
 def load_all(folder: Path) -> Iterator[GramRecord]:

@@ -108,8 +108,9 @@ class Forecast(NamedTuple):
     text: str
 
 
-def forecast(theta_sq: np.ndarray, products: np.ndarray, interval: list[float], sketch_error: float,
-             noise: np.ndarray | None) -> Forecast:  # fmt: skip
+def forecast(
+    theta_sq: np.ndarray, products: np.ndarray, interval: list[float], sketch_error: float, noise: np.ndarray | None
+) -> Forecast:
     """What would tell c1 from 0? From its variance over prompts, which n prompts make 4 s^2/n + 2 e^2/(n (n-1)).
 
     theta_sq (n,), products (n, n) as in prompt_pairs, interval of c1, ``sketch_error`` (it stays), ``noise`` (n,): the

@@ -54,8 +54,13 @@ NO_REWARD_DIFFERED = (
     "no reward ever differed: all continuations of a prompt have the same reward, so every group's gradient is 0 and no "
     "group size is better than another"
 )
-COLUMNS = {"c1": C1, "c2": C2, "c3": C3, "mean_theta_sq": np.array([1.0, 0, 0, 0]),
-           "mean_theta_norm_sq": np.array([0, 0, 0, 1.0])}  # fmt: skip
+COLUMNS = {
+    "c1": C1,
+    "c2": C2,
+    "c3": C3,
+    "mean_theta_sq": np.array([1.0, 0, 0, 0]),
+    "mean_theta_norm_sq": np.array([0, 0, 0, 1.0]),
+}
 
 
 def mse_times_budget(c1, c2, c3, group_size):
@@ -228,8 +233,16 @@ def _curve(law, averages, bootstrap, missing, reasons) -> dict:
 
 def _optimum(law, averages, bootstrap, unknown, reasons) -> dict:
     """G* and what depends on it, or None with the reason; what a wrong size costs, which needs no G*."""
-    keys = ("G_star", "G_star_ci95", "G_star_paper_bound", "best_integer", "within_10_percent",
-            "within_10_percent_ci95", "powers_of_two", "G_star_may_be_larger")  # fmt: skip
+    keys = (
+        "G_star",
+        "G_star_ci95",
+        "G_star_paper_bound",
+        "best_integer",
+        "within_10_percent",
+        "within_10_percent_ci95",
+        "powers_of_two",
+        "G_star_may_be_larger",
+    )
     result: dict = dict.fromkeys((*keys, "G_star_at_least", "almost_best"))
     result["relative_mse"] = {"G": None, "reference": None, "value": None, "ci95": None}
     if unknown is not None:
@@ -241,15 +254,23 @@ def _optimum(law, averages, bootstrap, unknown, reasons) -> dict:
         reasons["almost_best"] = why
     result["almost_best"] = almost_best(result["relative_mse"])
     if law["c3"] <= 0:
-        return _without(result, reasons, f"{_stated(law, 'c3')} is not above 0; c3 cannot be below 0, so this is noise: "
-                                         "more prompts or more continuations are needed")  # fmt: skip
+        return _without(
+            result,
+            reasons,
+            f"{_stated(law, 'c3')} is not above 0; c3 cannot be below 0, so this is noise: "
+            "more prompts or more continuations are needed",
+        )
     bound = best_size_bound(averages, 5.0)
     result["G_star_at_least"] = bound if bound is None or bound > 2 else None
     if result["G_star_at_least"] is None:
-        reasons["G_star_at_least"] = ("c1 lies below 0" if bound is None else "the data support no lower bound above G = 2")
+        reasons["G_star_at_least"] = "c1 lies below 0" if bound is None else "the data support no lower bound above G = 2"
     if law["c1_ci95"][0] <= 0:
-        return _without(result, reasons, _stated(law, "c1") + (
-            " is not above 0" if law["c1"] <= 0 else f" cannot be told from 0 with these {law['n_prompts']} prompts"))
+        return _without(
+            result,
+            reasons,
+            _stated(law, "c1")
+            + (" is not above 0" if law["c1"] <= 0 else f" cannot be told from 0 with these {law['n_prompts']} prompts"),
+        )
     c = [law[name] for name in ("c1", "c2", "c3")]
     result["G_star"] = float(best_group_size(c[0], c[2]))
     ends = [best_size_bound(averages, percent) for percent in (2.5, 97.5)]

@@ -19,23 +19,29 @@ def budget_table(law: dict, budget: int) -> list[dict]:
         if size > budget:
             break
         used, at = budget // size * size, curve["G"].index(size)
-        rows.append({
-            "G": size,
-            "B": budget // size,
-            "continuations": used,
-            "mse": None if curve["mse_times_N"] is None else curve["mse_times_N"][at] / used,
-            "mse_ci95": None if curve["ci95"] is None else [end / used for end in curve["ci95"][at]],
-            "silent_share": None if silent["share"] is None else silent["share"][place],
-        })  # fmt: skip
+        rows.append(
+            {
+                "G": size,
+                "B": budget // size,
+                "continuations": used,
+                "mse": None if curve["mse_times_N"] is None else curve["mse_times_N"][at] / used,
+                "mse_ci95": None if curve["ci95"] is None else [end / used for end in curve["ci95"][at]],
+                "silent_share": None if silent["share"] is None else silent["share"][place],
+            }
+        )
     return rows
 
 
 def report(law: dict, budget: int | None = None) -> str:
     """The law in a few lines: constants, G*, the range, the noise scale; with a budget, its table; what it is."""
-    lines = [f"Group-size law over {law['n_prompts']} prompts: MSE of the GRPO gradient = "
-             "(c1 G + c2 + c3/(G-1)) / N for N continuations in groups of G"]  # fmt: skip
-    lines += [f"  {name} = {_number(law, name)}   {what}" for name, what in (
-        ("c1", "between prompts"), ("c2", "per continuation"), ("c3", "small groups"))]  # fmt: skip
+    lines = [
+        f"Group-size law over {law['n_prompts']} prompts: MSE of the GRPO gradient = "
+        "(c1 G + c2 + c3/(G-1)) / N for N continuations in groups of G"
+    ]
+    lines += [
+        f"  {name} = {_number(law, name)}   {what}"
+        for name, what in (("c1", "between prompts"), ("c2", "per continuation"), ("c3", "small groups"))
+    ]
     if law["G_star"] is None:
         lines.append(f"  no best group size: {law['reasons']['G_star']}")
         if law.get("G_star_at_least"):
@@ -67,8 +73,10 @@ def _relative(law: dict) -> list[str]:
     table = law.get("relative_mse") or {}
     if table.get("value") is None:
         return []
-    cells = [f"{size}: {value:.3g}" + ("" if size == table["reference"] else _ends(*ends))
-             for size, value, ends in zip(table["G"], table["value"], table["ci95"])]  # fmt: skip
+    cells = [
+        f"{size}: {value:.3g}" + ("" if size == table["reference"] else _ends(*ends))
+        for size, value, ends in zip(table["G"], table["value"], table["ci95"])
+    ]
     lines = [f"  MSE over that at G = {table['reference']}: " + ", ".join(cells)]
     if law.get("almost_best"):
         low, high = law["almost_best"]
@@ -101,8 +109,10 @@ def _range(law: dict) -> str:
 def _noise_scale(law: dict) -> str:
     if law["gradient_noise_scale"] is None:
         return f"not computed ({law['reasons']['gradient_noise_scale']})"
-    return (f"{_number(law, 'gradient_noise_scale', '.3g')} prompts at G = {law['gradient_noise_scale_G']} (a batch of so "
-            "many has a mean gradient as large as its noise)")
+    return (
+        f"{_number(law, 'gradient_noise_scale', '.3g')} prompts at G = {law['gradient_noise_scale_G']} (a batch of so "
+        "many has a mean gradient as large as its noise)"
+    )
 
 
 def _table(law: dict, budget: int) -> list[str]:

@@ -31,7 +31,7 @@ class GrowingLayer(DynamicLayer):
 
 def _with_room(x: torch.Tensor, room: int) -> torch.Tensor:
     buffer = x.new_empty(*x.shape[:-2], room, x.shape[-1])
-    buffer[..., :x.shape[-2], :] = x
+    buffer[..., : x.shape[-2], :] = x
     return buffer
 
 

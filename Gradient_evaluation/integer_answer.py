@@ -31,15 +31,23 @@ _ATOM = re.compile(
     rf"|(?P<number>{_NUMBER.pattern})"
 )
 _MARK = re.compile(r"([.,' _\u066b\u066c\u00a0])")
-_POWER = re.compile(rf" {{0,2}}\^ {{0,2}}|\*\*(?=[-+]?\d)| \*\* (?=[-+]?\d)|(?P<superscript>[\u207a\u207b]?[{_SUPERSCRIPTS}]+)|\u207f")
+_POWER = re.compile(
+    rf" {{0,2}}\^ {{0,2}}|\*\*(?=[-+]?\d)| \*\* (?=[-+]?\d)|(?P<superscript>[\u207a\u207b]?[{_SUPERSCRIPTS}]+)|\u207f"
+)
 _PLAIN_EXPONENT = re.compile(r"[-+]?\d+(?![.,]\d)")
-_NO_EXPONENT = re.compile(r"[{(]?\s*(?:\\circ|\\degree|\u00b0|(?:\\(?:text|mathrm|textrm)\s*\{\s*)?(?:th|st|nd|rd)\b)[}\s]{0,9}")
-_TIMES_TEN = re.compile(r"\s{0,3}(?:[\u00d7\u00b7\u22c5xX*]|\\times(?![A-Za-z])|\\cdot(?![A-Za-z]))\s{0,3}10(?=\s{0,2}\^|\*\*[-+]?\d| \*\* [-+]?\d"
-                        rf"|[\u207a\u207b{_SUPERSCRIPTS}])")
+_NO_EXPONENT = re.compile(
+    r"[{(]?\s*(?:\\circ|\\degree|\u00b0|(?:\\(?:text|mathrm|textrm)\s*\{\s*)?(?:th|st|nd|rd)\b)[}\s]{0,9}"
+)
+_TIMES_TEN = re.compile(
+    r"\s{0,3}(?:[\u00d7\u00b7\u22c5xX*]|\\times(?![A-Za-z])|\\cdot(?![A-Za-z]))\s{0,3}10(?=\s{0,2}\^|\*\*[-+]?\d| \*\* [-+]?\d"
+    rf"|[\u207a\u207b{_SUPERSCRIPTS}])"
+)
 _COLON_CHAIN = re.compile(r"(?: : ?(?=\d)|:(?=\d))\d+(?:[.,:]\d+)*")
 _SLASH = re.compile(r"\s{0,2}/\s{0,2}(?P<sign>[-+]?)(?=\d)")
-_MIXED = re.compile(rf"[ \u00a0]{{0,2}}(?:[\u00bc-\u00be\u2150-\u215f\u2189]|[{_SUPERSCRIPTS}]+/[\u2080-\u2089]+)"
-                    r"|[ \u00a0]{1,2}\d+ ?/ ?\d+|\s{0,2}(?P<command>\\[dtc]?frac(?![A-Za-z]))")
+_MIXED = re.compile(
+    rf"[ \u00a0]{{0,2}}(?:[\u00bc-\u00be\u2150-\u215f\u2189]|[{_SUPERSCRIPTS}]+/[\u2080-\u2089]+)"
+    r"|[ \u00a0]{1,2}\d+ ?/ ?\d+|\s{0,2}(?P<command>\\[dtc]?frac(?![A-Za-z]))"
+)
 _CIRCLE_NUMBER = re.compile(r"\s{0,2}(?:\\pi(?![A-Za-z])|\u03c0)")
 _DATE = re.compile(r"\d{4}-\d{1,2}-\d{1,2}(?!\d)")
 _UNIT_POWER = re.compile(r"(?<![A-Za-z\\])(?:[kcdm]?m|ft|in|yd|mi)$")
@@ -49,9 +57,23 @@ _MINUS = "-\u2212\u2013\u2010\u2011\ufe63\uff0d"  # hyphen, minus, en dash, hyph
 _CURRENCY = "$\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd"
 _SPACE = " \t\u00a0"
 _DROP_SPACE_AND_CURRENCY = str.maketrans("", "", _SPACE + _CURRENCY)
-_PLAIN = str.maketrans({**dict.fromkeys(_MINUS, "-"), **dict.fromkeys("\u2007\u2009\u202f", "\u00a0"), "\u2019": "'",
-                        "\uff0c": ",", "\uff0e": ".", "\uff0f": "/", "\u2044": "/", "\u2215": "/", "\uff1a": ":",
-                        "\u2236": ":", "\uff3e": "^", "\uff0b": "+", "\uff05": "%"})
+_PLAIN = str.maketrans(
+    {
+        **dict.fromkeys(_MINUS, "-"),
+        **dict.fromkeys("\u2007\u2009\u202f", "\u00a0"),
+        "\u2019": "'",
+        "\uff0c": ",",
+        "\uff0e": ".",
+        "\uff0f": "/",
+        "\u2044": "/",
+        "\u2215": "/",
+        "\uff1a": ":",
+        "\u2236": ":",
+        "\uff3e": "^",
+        "\uff0b": "+",
+        "\uff05": "%",
+    }
+)
 _LATEX_NOISE = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\!")
 _LATEX_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d)")
 
@@ -153,20 +175,20 @@ class _Reader:
             return _Found(atom.end())
         # An exponent: of a bracket with a number in it, hence a value that is not known here, or of a unit or variable.
         end = atom.end() if atom["superscript"] else self._exponent(atom.start())[1]
-        base = self.text[max(0, atom.start() - NEAR):atom.start()].rstrip(" )]}")
+        base = self.text[max(0, atom.start() - NEAR) : atom.start()].rstrip(" )]}")
         return _Found(max(end, atom.end()), counts=base[-1:].isdigit())
 
     def _number(self, atom: re.Match) -> _Found:
         text, start = self.text, atom.start()
         if self._belongs_to_a_word(start):
             return _Found(atom.end(), counts=False)
-        read = _one_number(atom["digits"], self._beside_currency(atom), text[max(0, start - 2):start])
+        read = _one_number(atom["digits"], self._beside_currency(atom), text[max(0, start - 2) : start])
         start += read.offset
         value = _value(read, atom["point"] and not read.offset, atom["exponent"])
         if chain := _COLON_CHAIN.match(text, atom.end()) or _DATE.match(text, atom.start()):
             return _Found(chain.end())
         sign, signed_from = self._sign(start)
-        if text[start - 1:start] == "\u221a" or self._divides(start):
+        if text[start - 1 : start] == "\u221a" or self._divides(start):
             value = None
         value, end = self._in_brackets(sign, value, signed_from, *self._powered(value, atom.end()))
         if (mixed := _MIXED.match(text, end)) and not read.offset:
@@ -185,21 +207,22 @@ class _Reader:
         text = self.text
         if start in self.list_numbers:
             return True
-        if text[start - 1:start] == "_" or text[start - 2:start] == "_{":
-            before = text[:start].rstrip("{")[-2:-1] if start < 3 else text[start - 3:start].rstrip("{").rstrip("_")[-1:]
+        if text[start - 1 : start] == "_" or text[start - 2 : start] == "_{":
+            before = text[:start].rstrip("{")[-2:-1] if start < 3 else text[start - 3 : start].rstrip("{").rstrip("_")[-1:]
             return before.isalnum() or before in tuple(")}]")
-        one_digit = text[start:start + 1] in "23" and not text[start + 1:start + 2].isalnum()
-        return one_digit and _UNIT_POWER.search(text[max(0, start - 4):start]) is not None
+        one_digit = text[start : start + 1] in "23" and not text[start + 1 : start + 2].isalnum()
+        return one_digit and _UNIT_POWER.search(text[max(0, start - 4) : start]) is not None
 
     def _beside_currency(self, atom: re.Match) -> bool:
-        before, after = self.text[max(0, atom.start() - 2):atom.start()], self.text[atom.end():atom.end() + 2]
+        before, after = self.text[max(0, atom.start() - 2) : atom.start()], self.text[atom.end() : atom.end() + 2]
         signs = _CURRENCY[1:]  # a dollar is also LaTeX's: $1,23$ is a list
         return any(c in signs for c in before.strip()[-1:] + after.strip()[:1]) or (
-            "$" in before.strip()[-1:] and "$" not in after)
+            "$" in before.strip()[-1:] and "$" not in after
+        )
 
     def _divides(self, start: int) -> bool:
         """Is the number the denominator of something that is no number, as in ``x/4`` or ``(1+2)/4``?"""
-        before = self.text[max(0, start - 3):start].rstrip(" ")
+        before = self.text[max(0, start - 3) : start].rstrip(" ")
         if before[-1:] != "/":
             return False
         numerator = before[:-1].rstrip(" ")[-1:]
@@ -207,7 +230,7 @@ class _Reader:
 
     def _powered(self, base: Fraction | None, end: int) -> tuple[Fraction | None, int]:
         """``base`` to the powers that follow at ``end``, from the right as in a tower, and where they end."""
-        if self.text[end:end + 2] == "**" and "**" in self.text[max(0, end - NEAR):end]:
+        if self.text[end : end + 2] == "**" and "**" in self.text[max(0, end - NEAR) : end]:
             return base, end  # markdown's bold ends here
         exponents = []
         while True:
@@ -238,21 +261,21 @@ class _Reader:
             return _small_integer(plain[0]), plain.end()
         if mark := _NO_EXPONENT.match(text, start):
             return _ABSENT, mark.end()
-        if text[start:start + 1] == "{":
+        if text[start : start + 1] == "{":
             close = self.closing.get(start, self._line_end(start))
-            return _small_integer(text[start + 1:close]), close + 1
-        if text[start:start + 1] == "(":
+            return _small_integer(text[start + 1 : close]), close + 1
+        if text[start : start + 1] == "(":
             close = text.find(")", start, start + NEAR)
-            return (None, start + 1) if close < 0 else (_small_integer(text[start + 1:close]), close + 1)
-        if text[start:start + 1].isalnum() or text[start:start + 1] in tuple("\\-"):
+            return (None, start + 1) if close < 0 else (_small_integer(text[start + 1 : close]), close + 1)
+        if text[start : start + 1].isalnum() or text[start : start + 1] in tuple("\\-"):
             return None, start + 1
         return _ABSENT, power.end()
 
     def _in_brackets(self, sign: int, value, signed_from: int, powered, end: int) -> tuple[Fraction | None, int]:
         """(value, end) of ``number^power``, or of ``(-number)^power`` where brackets stand around the number alone."""
-        close = self.text[end:end + 1]
+        close = self.text[end : end + 1]
         opens = {")": "(", "}": "{"}.get(close)
-        if opens and self.text[signed_from - 1:signed_from] == opens and powered == value:
+        if opens and self.text[signed_from - 1 : signed_from] == opens and powered == value:
             whole, after = self._powered(None if value is None else sign * value, end + 1)
             if after > end + 1 and _POWER.match(self.text, end + 1):
                 return (None if whole is None else sign * whole), after
@@ -276,7 +299,7 @@ class _Reader:
         r"""``\frac{a}{b}`` of two numbers; other commands (roots, binomials, terms) hold no number of their own."""
         start = match.start() if start is None else start
         name, end, arguments = match["command"], match.end(), []
-        if name == "\\sqrt" and self.text[end:end + 1] == "[":
+        if name == "\\sqrt" and self.text[end : end + 1] == "[":
             end = max(end, self.text.find("]", end, end + NEAR) + 1)
         for _ in range(1 if name == "\\sqrt" else 2):
             argument = _ARGUMENT.match(self.text, end)
@@ -285,7 +308,7 @@ class _Reader:
             if argument["brace"]:
                 opening = argument.end() - 1
                 close = self.closing.get(opening, self._line_end(opening))
-                arguments.append(_signed_number(self.text[opening + 1:close]))
+                arguments.append(_signed_number(self.text[opening + 1 : close]))
                 end = close + 1
             else:
                 arguments.append(_signed_number(argument[0]))
@@ -308,7 +331,7 @@ class _Reader:
         text = self.text
         end = _skip_back(text, start)
         if end and text[end - 1] in _CURRENCY:
-            end -= 2 if text[end - 2:end - 1] == "\\" else 1
+            end -= 2 if text[end - 2 : end - 1] == "\\" else 1
             end = _skip_back(text, end)
         if not end or text[end - 1] != "-":
             return 1, start
@@ -326,7 +349,7 @@ class _Reader:
 
     def _is_bullet(self, line_start: int) -> bool:
         """Is a "- " at ``line_start`` a list's bullet? Not first in the text, and not where a term is still to come."""
-        above = self.text[max(0, line_start - NEAR):line_start].rstrip()
+        above = self.text[max(0, line_start - NEAR) : line_start].rstrip()
         return bool(above) and above[-1] not in "=+*/(<>"
 
 
@@ -353,8 +376,9 @@ def _one_number(cluster: str, price: bool, before: str) -> _Digits:
     last = groups[-1]
     in_list = marks[0] == " " and before[:1].isdigit() and before[1:] == " "
     if len(set(marks)) == 1 and _grouped(groups, marks[0]) and not in_list:
-        two_readings = len(marks) == 1 if marks[0] == "." else (
-            marks[0] == " " and not any(group[0] == "0" for group in groups))
+        two_readings = (
+            len(marks) == 1 if marks[0] == "." else (marks[0] == " " and not any(group[0] == "0" for group in groups))
+        )
         return _Digits(None) if two_readings else _Digits("".join(groups))
     if marks[-1] in ".,\u066b" and marks[-1] not in marks[:-1]:
         alone = len(marks) == 1
@@ -444,7 +468,7 @@ def _list_numbers(text: str) -> set[int]:
             positions |= {match.start(1), first}
         elif number == 1 and match[2]:
             first = match.start(1)
-            if text[max(0, match.start() - NEAR):match.start()].strip():
+            if text[max(0, match.start() - NEAR) : match.start()].strip():
                 positions.add(first)
         else:
             continue

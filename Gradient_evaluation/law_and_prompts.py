@@ -39,10 +39,19 @@ def law_record(args: argparse.Namespace, tokenizer, chat: Chat) -> dict:
     """
     model = model_label(args.model) if Path(args.model).is_dir() else args.model
     revision = None if args.revision == "main" else args.revision  # as tables have it whose script had no default
-    return {"model": model, "revision": revision, "temperature": args.temperature, "top_p": args.top_p,
-            "top_k": args.top_k, "max_new_tokens": args.max_new_tokens, "stop": list(args.stop),
-            "reward": args.reward, "chat_template_kwargs": dict(chat.kwargs) or None, "template_date": chat.date,
-            "prompt_format": prompt_format(tokenizer, chat)}
+    return {
+        "model": model,
+        "revision": revision,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "max_new_tokens": args.max_new_tokens,
+        "stop": list(args.stop),
+        "reward": args.reward,
+        "chat_template_kwargs": dict(chat.kwargs) or None,
+        "template_date": chat.date,
+        "prompt_format": prompt_format(tokenizer, chat),
+    }
 
 
 def prompt_format(tokenizer, chat: Chat) -> str:
@@ -52,8 +61,7 @@ def prompt_format(tokenizer, chat: Chat) -> str:
     return hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16]
 
 
-def tokenised(rows: Sequence[Row], args: argparse.Namespace, tokenizer,
-              chat: Chat) -> tuple[list[Row], list[list[int]], int]:
+def tokenised(rows: Sequence[Row], args: argparse.Namespace, tokenizer, chat: Chat) -> tuple[list[Row], list[list[int]], int]:
     """(rows, token ids of their prompts, number left out): before the model is loaded, every prompt is checked.
 
     Raises UserError naming the row of a prompt that the tokenizer refuses, or that does not fit the model's context;
@@ -67,19 +75,25 @@ def tokenised(rows: Sequence[Row], args: argparse.Namespace, tokenizer,
     for row in rows:
         prompt_ids = at_row(row, format_prompt, tokenizer, row.prompt, row.tools, chat)
         if vocabulary is not None and max(prompt_ids) >= vocabulary:
-            raise UserError(f"{row.where}: the tokenizer makes token {max(prompt_ids)} of this prompt, the model knows "
-                            f"{vocabulary}; they do not belong together, check --model {args.model}")
+            raise UserError(
+                f"{row.where}: the tokenizer makes token {max(prompt_ids)} of this prompt, the model knows "
+                f"{vocabulary}; they do not belong together, check --model {args.model}"
+            )
         if not args.skip_long:
             at_row(row, check_prompt_length, context, prompt_ids, args.max_new_tokens)
         elif context is not None and len(prompt_ids) + args.max_new_tokens > context:
             continue
         if crosses_rope_length(rope, len(prompt_ids), args.max_new_tokens):
-            raise UserError(f"{row.where}: this prompt of {len(prompt_ids)} tokens and --max_new_tokens {args.max_new_tokens} "
-                            f"cross {rope} tokens, where the model's LongRoPE changes its factors, so that what is sampled is "
-                            "not what is scored; lower --max_new_tokens, or shorten it")
+            raise UserError(
+                f"{row.where}: this prompt of {len(prompt_ids)} tokens and --max_new_tokens {args.max_new_tokens} "
+                f"cross {rope} tokens, where the model's LongRoPE changes its factors, so that what is sampled is "
+                "not what is scored; lower --max_new_tokens, or shorten it"
+            )
         kept.append(row)
         prompts.append(prompt_ids)
     if not kept:
-        raise UserError(f"--skip_long: every one of the {len(rows)} prompts is too long for the model's context of "
-                        f"{context} with --max_new_tokens {args.max_new_tokens}; lower that, or shorten them")
+        raise UserError(
+            f"--skip_long: every one of the {len(rows)} prompts is too long for the model's context of "
+            f"{context} with --max_new_tokens {args.max_new_tokens}; lower that, or shorten them"
+        )
     return kept, prompts, len(rows) - len(kept)

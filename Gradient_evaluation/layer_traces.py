@@ -11,8 +11,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from Gradient_evaluation.block_statistics import (PairMoments, group_trace, pair_moments, prompt_only_coefficients,
-                                                  prompt_only_trace)
+from Gradient_evaluation.block_statistics import (
+    PairMoments,
+    group_trace,
+    pair_moments,
+    prompt_only_coefficients,
+    prompt_only_trace,
+)
 from Gradient_evaluation.prompt_bootstrap import PromptBootstrap
 
 
@@ -28,12 +33,21 @@ def layer_moments(grams: np.ndarray, rewards: np.ndarray) -> np.ndarray:
 def traces(moments: np.ndarray, oracle_value: np.ndarray, K: int) -> dict[str, np.ndarray]:
     """{naive, grpo, oracleV: (prompts, modules)} at group size K from moments (prompts, modules, 6), V (prompts,)."""
     coefficients, pairs = moments[..., :3], PairMoments(*np.moveaxis(moments[..., 3:], -1, 0))
-    return {"naive": prompt_only_trace(coefficients, 0.0) / K, "grpo": group_trace(pairs, K),
-            "oracleV": prompt_only_trace(coefficients, oracle_value[:, None]) / K}
+    return {
+        "naive": prompt_only_trace(coefficients, 0.0) / K,
+        "grpo": group_trace(pairs, K),
+        "oracleV": prompt_only_trace(coefficients, oracle_value[:, None]) / K,
+    }
 
 
-def by_layer(modules: Sequence[str], moments: Iterable[np.ndarray], oracle_values: Sequence[float],
-             K_list: Sequence[int], n_bootstrap: int = 2000, seed: int = 0) -> dict:
+def by_layer(
+    modules: Sequence[str],
+    moments: Iterable[np.ndarray],
+    oracle_values: Sequence[float],
+    K_list: Sequence[int],
+    n_bootstrap: int = 2000,
+    seed: int = 0,
+) -> dict:
     """The entry ``by_layer`` of the results: means over prompts with 95% bootstrap-t intervals, JSON-ready.
 
     moments: one (modules, 6) per prompt. Returns {"modules": names, "trace_cov": {name: [[a value per module] per
@@ -49,5 +63,6 @@ def by_layer(modules: Sequence[str], moments: Iterable[np.ndarray], oracle_value
             ends = zip(np.minimum(low, means).tolist(), np.maximum(high, means).tolist())
             results["trace_cov"].setdefault(name, []).append(means.tolist())
             results["trace_cov_ci95"].setdefault(name, []).append(
-                [list(pair) for pair in ends] if len(values) > 1 else [None] * len(modules))
+                [list(pair) for pair in ends] if len(values) > 1 else [None] * len(modules)
+            )
     return results

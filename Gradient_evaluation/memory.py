@@ -54,15 +54,19 @@ class Batch:
                     raise
             self._halve(where)  # outside the handler, whose traceback keeps the tensors of the attempt alive
         if self.size < asked:
-            print(f"note: {where}: out of memory with {asked} continuations at a time ({self.flag}); going on with "
-                  f"{self.size}", file=sys.stderr)
+            print(
+                f"note: {where}: out of memory with {asked} continuations at a time ({self.flag}); going on with {self.size}",
+                file=sys.stderr,
+            )
         return result
 
     def _halve(self, where: str) -> None:
         if self.size <= self.least:
-            raise UserError(f"{where}: out of memory with {self.size} continuation{'s' * (self.size > 1)} at a time; "
-                            "lower --max_new_tokens, raise --max_memory if it is set, try --gradient_checkpointing, or "
-                            "take a larger device")
+            raise UserError(
+                f"{where}: out of memory with {self.size} continuation{'s' * (self.size > 1)} at a time; "
+                "lower --max_new_tokens, raise --max_memory if it is set, try --gradient_checkpointing, or "
+                "take a larger device"
+            )
         self.size = max(self.least, self.size // 2)
         release_memory()
 

@@ -25,8 +25,10 @@ from Gradient_evaluation.memory import is_out_of_memory
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*vocab*.json", "*.tiktoken", "tekken.json", "*.py")
 TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # What the formats of quantised checkpoints call the numbers beside a layer's weights.
-SCALES = re.compile(r"(^|[._])((weight|input|output|activation|[qkv])_scale(_inv|_2)?|scale_inv|scales|qweight|qzeros|g_idx|"
-                    r"absmax|quant_map|quant_state\b.*|SCB|weight_packed|weight_shape|(weight|input)_zero_point)$")
+SCALES = re.compile(
+    r"(^|[._])((weight|input|output|activation|[qkv])_scale(_inv|_2)?|scale_inv|scales|qweight|qzeros|g_idx|"
+    r"absmax|quant_map|quant_state\b.*|SCB|weight_packed|weight_shape|(weight|input)_zero_point)$"
+)
 NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures", "use_cache", "name_or_path")
 
 
@@ -53,8 +55,10 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     if local_rank is not None and count > 1:
         index = local_rank
     if index >= count:
-        raise UserError(f"--device {name}: there are only {count} CUDA devices here"
-                        + (", one per process; lower --nproc-per-node" if local_rank is not None else ""))
+        raise UserError(
+            f"--device {name}: there are only {count} CUDA devices here"
+            + (", one per process; lower --nproc-per-node" if local_rank is not None else "")
+        )
     return torch.device("cuda", index)
 
 
@@ -114,8 +118,7 @@ def model_limits(model: str, revision: str | None, trust_remote_code: bool = Fal
     return getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None), rope_length(config)
 
 
-def load_model(model: str, revision: str | None, device: torch.device, dtype: torch.dtype,
-               trust_remote_code: bool = False):
+def load_model(model: str, revision: str | None, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False):
     """The causal language model in eval mode on its device; raises UserError in one line when it cannot load.
 
     A folder with a PEFT adapter gives its base model with the adapter in place, requiring grad what PEFT trains.
@@ -133,8 +136,7 @@ def load_model(model: str, revision: str | None, device: torch.device, dtype: to
         settings["use_safetensors"] = _has_safetensors(Path(source))
     try:
         with quiet_libraries():
-            loaded, info = AutoModelForCausalLM.from_pretrained(source, weights_only=True, output_loading_info=True,
-                                                                **settings)
+            loaded, info = AutoModelForCausalLM.from_pretrained(source, weights_only=True, output_loading_info=True, **settings)
         if getattr(loaded, "_hf_peft_config_loaded", False):
             raise UserError(f"--model {model}: an adapter on the hub; download it and give its folder")
         _check_complete(source, info, loaded)
@@ -147,8 +149,9 @@ def load_model(model: str, revision: str | None, device: torch.device, dtype: to
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            raise UserError(f"--model {model}: does not fit into memory; take a larger device, a smaller model, or "
-                            "--dtype bfloat16") from None
+            raise UserError(
+                f"--model {model}: does not fit into memory; take a larger device, a smaller model, or --dtype bfloat16"
+            ) from None
         raise UserError(f"--model {model}: cannot load it ({_reason(error)})") from None
     return loaded
 
@@ -161,21 +164,30 @@ def _check_complete(model: str, info: dict, loaded) -> None:
     """
     unused = sorted(map(str, info.get("unexpected_keys") or ()))
     if scales := [name for name in unused if SCALES.search(name)]:
-        raise UserError(f"--model {model}: the checkpoint is quantised, and {len(scales)} of its scales have no place in the "
-                        f"model (such as {scales[0]}), so its weights would be wrong; give the checkpoint with its "
-                        "quantization_config, or one that is not quantised")
+        raise UserError(
+            f"--model {model}: the checkpoint is quantised, and {len(scales)} of its scales have no place in the "
+            f"model (such as {scales[0]}), so its weights would be wrong; give the checkpoint with its "
+            "quantization_config, or one that is not quantised"
+        )
     for kind, names in (("lacks", info.get("missing_keys")), ("has another shape for", info.get("mismatched_keys"))):
         if names:
             first = min(str(name[0] if isinstance(name, tuple) else name) for name in names)
-            raise UserError(f"--model {model}: the checkpoint {kind} {len(names)} of the weights its config asks for (such "
-                            f"as {first}), which would be random numbers; give a complete causal language model")
+            raise UserError(
+                f"--model {model}: the checkpoint {kind} {len(names)} of the weights its config asks for (such "
+                f"as {first}), which would be random numbers; give a complete causal language model"
+            )
     layers = {name for name, module in loaded.named_modules() if next(module.parameters(recurse=False), None) is not None}
     if dropped := [name for name in unused if name.rpartition(".")[0] in layers]:
-        raise UserError(f"--model {model}: the checkpoint holds {len(dropped)} weights of layers of the model that the model "
-                        f"does not use (such as {dropped[0]}), so it would compute something else; correct its config.json")
+        raise UserError(
+            f"--model {model}: the checkpoint holds {len(dropped)} weights of layers of the model that the model "
+            f"does not use (such as {dropped[0]}), so it would compute something else; correct its config.json"
+        )
     if unused:
-        print(f"warning: {model}: {len(unused)} weights of the checkpoint have no place in the model (such as "
-              f"{unused[0]}); is its config the right one?", file=sys.stderr)
+        print(
+            f"warning: {model}: {len(unused)} weights of the checkpoint have no place in the model (such as "
+            f"{unused[0]}); is its config the right one?",
+            file=sys.stderr,
+        )
 
 
 def _check_trainable(model: str, loaded) -> None:
@@ -183,8 +195,10 @@ def _check_trainable(model: str, loaded) -> None:
     narrow = [(name, p) for name, p in loaded.named_parameters() if p.dtype not in TRAINABLE]
     if narrow and not is_adapter(model):
         name, p = narrow[0]
-        raise UserError(f"--model {model}: its weights stay quantised in memory ({name} is {str(p.dtype).split('.')[-1]}), and "
-                        "such weights have no gradient; give a checkpoint that is not quantised")
+        raise UserError(
+            f"--model {model}: its weights stay quantised in memory ({name} is {str(p.dtype).split('.')[-1]}), and "
+            "such weights have no gradient; give a checkpoint that is not quantised"
+        )
 
 
 @torch.no_grad()
@@ -196,8 +210,9 @@ def _check_causal(model: str, loaded) -> None:
         logits = loaded(input_ids=ids.clamp(max=last), attention_mask=torch.ones_like(ids), use_cache=False).logits
     one, other = logits[:, :-1].double()
     if (one - other).abs().max() > max(1e-4, 8 * torch.finfo(logits.dtype).eps) * one.abs().max():
-        raise UserError(f"--model {model}: a later token changes what comes before it, so this is not a causal language "
-                        "model; give one")
+        raise UserError(
+            f"--model {model}: a later token changes what comes before it, so this is not a causal language model; give one"
+        )
 
 
 @contextlib.contextmanager
@@ -218,10 +233,17 @@ def warn_of_risks(model: str, trust_remote_code: bool) -> None:
     """One line on stderr for each way in which loading ``model`` may run code that came with it."""
     if trust_remote_code:
         print(f"warning: --trust_remote_code: Python code that comes with {model} will run here", file=sys.stderr)
-    if Path(model).is_dir() and not is_adapter(model) and not _has_safetensors(Path(model)) \
-            and list(Path(model).glob("pytorch_model*.bin")):
-        print(f"warning: {model}: has pickled weights only (.bin), no safetensors; loading tensors from them, code in "
-              "them is refused", file=sys.stderr)
+    if (
+        Path(model).is_dir()
+        and not is_adapter(model)
+        and not _has_safetensors(Path(model))
+        and list(Path(model).glob("pytorch_model*.bin"))
+    ):
+        print(
+            f"warning: {model}: has pickled weights only (.bin), no safetensors; loading tensors from them, code in "
+            "them is refused",
+            file=sys.stderr,
+        )
 
 
 def _has_safetensors(folder: Path) -> bool:
@@ -234,8 +256,11 @@ def fingerprint(model) -> str:
     Reads the config's differences from its defaults, and the names, the shapes and 16 values of every parameter,
     rounded to bfloat16 so that loading the same checkpoint in another dtype changes nothing.
     """
-    config = {name: value for name, value in model.config.to_diff_dict().items()
-              if name not in NOT_THE_MODEL and not name.startswith("_")}
+    config = {
+        name: value
+        for name, value in model.config.to_diff_dict().items()
+        if name not in NOT_THE_MODEL and not name.startswith("_")
+    }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, p in model.named_parameters():
         places = torch.linspace(0, p.numel() - 1, 16, dtype=torch.float64).long().to(p.device)
@@ -253,8 +278,11 @@ def weights_digest(model: str, revision: str | None = None) -> str:
         cached = try_to_load_from_cache(model, "config.json", revision=revision)
         return Path(cached).parent.name if isinstance(cached, str) else ""
     digest = hashlib.sha256(weights_digest(*base_of(model)).encode() if is_adapter(model) else b"")
-    files = [path for path in Path(model).glob("*") if path.is_file()
-             and (path.suffix in (".safetensors", ".bin") or path.name in ("config.json", "adapter_config.json"))]
+    files = [
+        path
+        for path in Path(model).glob("*")
+        if path.is_file() and (path.suffix in (".safetensors", ".bin") or path.name in ("config.json", "adapter_config.json"))
+    ]
     for path in sorted(files):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
@@ -287,8 +315,10 @@ def crosses_rope_length(length: int | None, prompt_length: int, max_new_tokens: 
 def check_prompt_length(context: int | None, prompt_ids: list[int], max_new_tokens: int) -> None:
     """Raise UserError when prompt and continuation do not fit the model's context."""
     if context is not None and len(prompt_ids) + max_new_tokens > context:
-        raise UserError(f"the prompt has {len(prompt_ids)} tokens and --max_new_tokens is {max_new_tokens}, more than "
-                        f"the model's context of {context}; shorten it, lower --max_new_tokens, or pass --skip_long")
+        raise UserError(
+            f"the prompt has {len(prompt_ids)} tokens and --max_new_tokens is {max_new_tokens}, more than "
+            f"the model's context of {context}; shorten it, lower --max_new_tokens, or pass --skip_long"
+        )
 
 
 def _refuse_missing_folder(model: str) -> None:
@@ -300,8 +330,11 @@ def _refuse_missing_folder(model: str) -> None:
 
 def _say_that_the_hub_is_asked(model: str, revision: str | None) -> None:
     if not Path(model).is_dir() and not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
-        print(f"{model}: no folder here and not downloaded before, asking the Hugging Face hub (about a minute to give up "
-              "without a network)", file=sys.stderr)
+        print(
+            f"{model}: no folder here and not downloaded before, asking the Hugging Face hub (about a minute to give up "
+            "without a network)",
+            file=sys.stderr,
+        )
 
 
 def _reason(error: Exception) -> str:

@@ -65,7 +65,7 @@ class SymmetricSum:
         self.q[h:, h:] += product(x[h:], x[h:].T)
 
     def total(self) -> torch.Tensor:
-        self.q[self.half:, :self.half] = self.q[:self.half, self.half:].T
+        self.q[self.half :, : self.half] = self.q[: self.half, self.half :].T
         return self.q
 
 
@@ -77,8 +77,7 @@ def outer_gram(use: Outer, budget: int, dtype: torch.dtype | None = None) -> tor
     """Q (B, B) float64 by the cheapest of the ways above. ``budget``: bytes of a temporary."""
     batch, length, d_in = use.a.shape
     d_out, shared = use.b.shape[-1], use.shared
-    apart = _cost(batch, length - shared, d_in, d_out) + batch * shared * (
-        (length - shared) * d_in + (length + batch) * d_out)
+    apart = _cost(batch, length - shared, d_in, d_out) + batch * shared * ((length - shared) * d_in + (length + batch) * d_out)
     if shared and apart < _cost(batch, length, d_in, d_out):
         rest = Outer(use.a[:, shared:], use.b[:, shared:])
         q = shared_gram(use, budget, dtype)
@@ -90,8 +89,7 @@ def outer_gram(use: Outer, budget: int, dtype: torch.dtype | None = None) -> tor
 def _costs(batch: int, length: int, d_in: int, d_out: int) -> tuple[float, float]:
     """Multiplications of the ghost and of the per-sample way, with what symmetry saves."""
     half = 0.75 if batch >= HALVES_FROM else 1.0
-    return (0.5 * (batch * length) ** 2 * (d_in + d_out),
-            batch * length * d_in * d_out + half * batch**2 * d_in * d_out)
+    return (0.5 * (batch * length) ** 2 * (d_in + d_out), batch * length * d_in * d_out + half * batch**2 * d_in * d_out)
 
 
 def _cost(*sizes: int) -> float:
@@ -106,7 +104,7 @@ def materialised_gram(use: Outer, budget: int, dtype: torch.dtype | None = None)
     rows = min(use.b.shape[-1], max(_chunk(unit, budget, a.device), min(ROWS, budget // unit)))
     buffer = a.new_empty(batch * rows * d_in)
     for b in use.b.split(rows, dim=-1):
-        per_sample = buffer[:batch * b.shape[-1] * d_in].view(batch, -1, d_in)
+        per_sample = buffer[: batch * b.shape[-1] * d_in].view(batch, -1, d_in)
         torch.bmm(widen(b, dtype).transpose(1, 2), a, out=per_sample)
         total.add(per_sample.flatten(1))
     return total.total()
@@ -153,5 +151,5 @@ def ghost_gram(use: Outer, budget: int, dtype: torch.dtype | None = None) -> tor
         products = product(a[part], a[start:].T) * product(b[part], b[start:].T)
         mine, width = to_sample[part], len(a[part])
         diagonal += (mine.T @ (products[:, :width] @ mine)).double()
-        upper += (mine.T @ (products[:, width:] @ to_sample[start + width:])).double()
+        upper += (mine.T @ (products[:, width:] @ to_sample[start + width :])).double()
     return diagonal + upper + upper.T

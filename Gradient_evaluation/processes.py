@@ -38,8 +38,10 @@ def check_own_gpus(found: Sequence[tuple[str, str] | None]) -> None:
     first: dict[tuple[str, str], int] = {}
     for rank, identity in enumerate(found):
         if identity is not None and first.setdefault(identity, rank) != rank:
-            raise UserError(f"processes {first[identity]} and {rank} use the same GPU of {identity[0]}; lower "
-                            "--nproc-per-node, or give each task a GPU of its own (CUDA_VISIBLE_DEVICES)")
+            raise UserError(
+                f"processes {first[identity]} and {rank} use the same GPU of {identity[0]}; lower "
+                "--nproc-per-node, or give each task a GPU of its own (CUDA_VISIBLE_DEVICES)"
+            )
 
 
 class Processes:
@@ -122,5 +124,7 @@ class Processes:
             return operation(*args)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
-            raise UserError(f"process {self.rank} lost the others ({reason}); the first error of this job says why, "
-                            "and the same command continues") from None
+            raise UserError(
+                f"process {self.rank} lost the others ({reason}); the first error of this job says why, "
+                "and the same command continues"
+            ) from None

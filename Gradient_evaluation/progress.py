@@ -18,8 +18,14 @@ class Progress:
 
     def __init__(self, total: int, before: int, name: str, quiet: bool, processes: Processes):
         self.processes, self.name = processes, name
-        self.bar = tqdm(total=total, initial=before, unit="prompt", leave=False, mininterval=0,
-                        disable=quiet or not processes.is_first or not sys.stderr.isatty())
+        self.bar = tqdm(
+            total=total,
+            initial=before,
+            unit="prompt",
+            leave=False,
+            mininterval=0,
+            disable=quiet or not processes.is_first or not sys.stderr.isatty(),
+        )
         self.started, self.before = time.monotonic(), before
         self.values: list[float] = []
 

@@ -137,7 +137,7 @@ class PromptBootstrap:
     def counts_in_parts(self, size: int = 250) -> Iterator[np.ndarray]:
         """How often each prompt stands in a resample: all of them, in parts of (``size``, n_prompts)."""
         for start in range(0, len(self._weights), size):
-            yield np.rint(self._weights[start:start + size] * self.n_prompts)
+            yield np.rint(self._weights[start : start + size] * self.n_prompts)
 
     def draws(self, values: np.ndarray) -> np.ndarray:
         """values (n_prompts, ...) → draws of the true mean, (n_bootstrap, ...), for ``interval``."""

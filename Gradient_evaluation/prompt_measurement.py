@@ -36,8 +36,9 @@ def block_sizes(continuations: int, largest: int) -> list[int]:
     if continuations < SMALLEST_BLOCK * count:
         count = continuations // SMALLEST_BLOCK
     if count == 0:
-        raise UserError(f"--M times the largest of --K_list gives {continuations} continuations; at least "
-                        f"{SMALLEST_BLOCK} are needed")
+        raise UserError(
+            f"--M times the largest of --K_list gives {continuations} continuations; at least {SMALLEST_BLOCK} are needed"
+        )
     return [len(part) for part in np.array_split(np.arange(continuations), count)]
 
 
@@ -80,9 +81,17 @@ class Measurement:
         lengths = np.array([len(continuation.tokens) for continuation in drawn])
         blocks = self.block.run(lambda size: self._blocks(prompt_ids, drawn, rewards, lengths, size), row.where)
         return GramRecord(
-            prompt_id=row.prompt_id, index=place, prompt=row.prompt, ground_truth=row.ground_truth,
-            oracle_value=row.oracle_value, n_oracle=row.oracle_samples, rewards=rewards, lengths=lengths,
-            greedy_reward=self._greedy_reward(row, prompt_ids), **blocks)
+            prompt_id=row.prompt_id,
+            index=place,
+            prompt=row.prompt,
+            ground_truth=row.ground_truth,
+            oracle_value=row.oracle_value,
+            n_oracle=row.oracle_samples,
+            rewards=rewards,
+            lengths=lengths,
+            greedy_reward=self._greedy_reward(row, prompt_ids),
+            **blocks,
+        )
 
     def _sample(self, purpose: str, row: Row, prompt_ids: list[int], count: int) -> list[Continuation]:
         u = uniforms(self.args.seed, purpose, row.prompt_id, 0, count, self.args.max_new_tokens)
@@ -106,11 +115,15 @@ class Measurement:
                 sketches.append(block.sketch)
             if self.args.by_layer:
                 moments.append(layer_moments(block.by_module, rewards[part]))
-        return {"grams": grams, "log_probs": np.concatenate(log_probs),
-                "modules": self.gram.modules if moments else None,
-                "module_moments": np.mean(moments, axis=0) if moments else None,
-                "sketch": np.mean(sketches, axis=0) if sketches else None, "sketch_names": names,
-                "sketch_layout": np.array(self.gram.sketch.layout, dtype=np.int64) if names else None}  # fmt: skip
+        return {
+            "grams": grams,
+            "log_probs": np.concatenate(log_probs),
+            "modules": self.gram.modules if moments else None,
+            "module_moments": np.mean(moments, axis=0) if moments else None,
+            "sketch": np.mean(sketches, axis=0) if sketches else None,
+            "sketch_names": names,
+            "sketch_layout": np.array(self.gram.sketch.layout, dtype=np.int64) if names else None,
+        }
 
     def _greedy_reward(self, row: Row, prompt_ids: list[int]) -> float | None:
         """Reward of the greedy continuation, when the estimator that needs it is asked for."""

@@ -63,9 +63,7 @@ class PromptMoments:
         return float(np.mean([each.mean_length for each in self.outcomes]))
 
 
-def reduce_records(
-    records: Iterable, kinds: Iterable[str] = (), group_sizes: Sequence[int] = ()
-) -> PromptMoments:
+def reduce_records(records: Iterable, kinds: Iterable[str] = (), group_sizes: Sequence[int] = ()) -> PromptMoments:
     """One pass over Gram records, of which nothing is kept: see ``estimators.reduce_prompts``.
 
     kinds: the kinds of advantages (``group_advantages``) whose moments are found by resampled groups.

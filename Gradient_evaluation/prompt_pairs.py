@@ -85,8 +85,7 @@ def pair_mean_variance(products: np.ndarray) -> float:
 
 
 def pair_averages(
-    columns: Sequence[np.ndarray], tables: Sequence[np.ndarray], bootstrap: PromptBootstrap,
-    errors: np.ndarray | None = None,
+    columns: Sequence[np.ndarray], tables: Sequence[np.ndarray], bootstrap: PromptBootstrap, errors: np.ndarray | None = None
 ) -> Averages:
     """Means of (n,) ``columns`` and then the ``pair_mean`` of ``tables`` (n, n), known together; n >= 4.
 
@@ -105,8 +104,10 @@ def pair_averages(
     influence = np.concatenate([plain - plain.mean(0), np.stack(effects, -1)], axis=1)
     covariance = influence.T @ influence / n**2
     covariance[count:, count:] = pair_mean_covariance(tables) * (n - 1) / n  # as the others: no degree of freedom off
-    resampled, again = (np.concatenate(parts) for parts in zip(*(
-        _resample(counts, plain, tables, means) for counts in bootstrap.counts_in_parts())))  # fmt: skip
+    resampled, again = (
+        np.concatenate(parts)
+        for parts in zip(*(_resample(counts, plain, tables, means) for counts in bootstrap.counts_in_parts()))
+    )
     others = None if errors is None else np.concatenate([np.zeros((len(errors), count)), errors], axis=1)
     return Averages(means, covariance, resampled, again, others)
 
@@ -118,7 +119,7 @@ def _resample(counts: np.ndarray, plain: np.ndarray, tables: Sequence[np.ndarray
     influence = [column - mean[:, None] for column, mean in zip(plain.T, averages.T)]
     found = list(averages.T)
     pairs, partners = n**2 - (counts**2).sum(1), n - counts
-    for table, mean in zip(tables, means[plain.shape[1]:]):
+    for table, mean in zip(tables, means[plain.shape[1] :]):
         sums = counts @ table
         # a resample of one prompt only has no pair: it is given the mean, and says nothing
         found.append(np.divide((sums * counts).sum(1), pairs, out=np.full(len(counts), mean), where=pairs > 0))

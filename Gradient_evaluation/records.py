@@ -172,9 +172,7 @@ def _hub_records(source: str, split: str, revision: str | None) -> Iterator[Reco
     except Exception as error:  # network, hub and builder errors are of many unrelated types
         if splits := re.search(r"Unknown split .*?Should be one of \[(.*?)\]", str(error)):
             _refuse_split(source, split, re.findall(r"[^\s',]+", splits[1]))
-        raise UserError(
-            f"{source}: no local file or folder of this name, and the hub gave: {_first_line(error)}"
-        ) from None
+        raise UserError(f"{source}: no local file or folder of this name, and the hub gave: {_first_line(error)}") from None
     for number, record in enumerate(data, start=1):
         yield f"row {number} of {source} [{split}]", record
 

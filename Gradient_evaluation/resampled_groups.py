@@ -43,12 +43,7 @@ def partitions(block_size: int, group_size: int, n_groups: int = GROUPS_PER_BLOC
 
 
 def group_moments(
-    gram: np.ndarray,
-    rewards: np.ndarray,
-    lengths: np.ndarray,
-    kind: str,
-    group_size: int,
-    n_groups: int = GROUPS_PER_BLOCK,
+    gram: np.ndarray, rewards: np.ndarray, lengths: np.ndarray, kind: str, group_size: int, n_groups: int = GROUPS_PER_BLOCK
 ) -> GroupMoments:
     """Unbiased moments of one kind of advantage (``group_advantages``) at one K from a block.
 

@@ -18,18 +18,30 @@ from pathlib import Path
 from typing import Any
 
 from Gradient_evaluation.cli import UserError
-from Gradient_evaluation.durable_files import (one_line_errors, read_finished_rows, to_json_line, truncate_file,
-                                               write_bytes_atomic, write_json)
+from Gradient_evaluation.durable_files import (
+    one_line_errors,
+    read_finished_rows,
+    to_json_line,
+    truncate_file,
+    write_bytes_atomic,
+    write_json,
+)
 from Gradient_evaluation.tables import ADDED_LATER, Row, oracle_row
 
 
 IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
 # What of a run's identity is no flag by its own name: the flags it comes from, or what else.
-FROM_FLAGS = {"block_sizes": ("M", "K_list", "block_size", "estimators"), "sketched": ("estimators",), "greedy": ("estimators",),
-              "sketched_at": ("K_list",)}
-FROM_ELSEWHERE = {"template_date": "the clock, as the chat template prints the date",
-                  "prompt_format": "the tokenizer and chat template of --model",
-                  "model_fingerprint": "the weights and config of --model"}
+FROM_FLAGS = {
+    "block_sizes": ("M", "K_list", "block_size", "estimators"),
+    "sketched": ("estimators",),
+    "greedy": ("estimators",),
+    "sketched_at": ("K_list",),
+}
+FROM_ELSEWHERE = {
+    "template_date": "the clock, as the chat template prints the date",
+    "prompt_format": "the tokenizer and chat template of --model",
+    "model_fingerprint": "the weights and config of --model",
+}
 
 
 def output_folder(path: str | Path) -> Path:
@@ -69,11 +81,12 @@ def _locked(place: Path) -> int:
         except BlockingIOError:
             holder = os.read(lock, 200).decode(errors="replace") or "another process"
             os.close(lock)
-            raise UserError(f"{place.parent / place.name[1:-len('.lock')]}: {holder} is writing it; wait for it, or choose "
-                            "another output folder") from None
+            raise UserError(
+                f"{place.parent / place.name[1 : -len('.lock')]}: {holder} is writing it; wait for it, or choose "
+                "another output folder"
+            ) from None
         except OSError as error:  # some network file systems know no locks
-            print(f"warning: {place}: cannot lock it ({error.strerror}); see that no other run writes there",
-                  file=sys.stderr)
+            print(f"warning: {place}: cannot lock it ({error.strerror}); see that no other run writes there", file=sys.stderr)
         try:
             if os.path.samestat(os.stat(place), os.fstat(lock)):
                 os.truncate(lock, 0)
@@ -145,18 +158,25 @@ def continue_table(table: Path, identity: dict, rows: Sequence[Row]) -> dict[int
         found, size = read_finished_rows(path)
         for number, row in enumerate(found, 1):
             where = f"{path}, line {number}"
-            missing = [name for name in ("prompt", "ground_truth", "V_oracle", *identity)
-                       if name not in row and name not in ADDED_LATER]
+            missing = [
+                name
+                for name in ("prompt", "ground_truth", "V_oracle", *identity)
+                if name not in row and name not in ADDED_LATER
+            ]
             if missing:
-                raise UserError(f"{where}: not a row of this script (no {missing[0]}); pass --overwrite to start afresh, "
-                                "or another --out_dir")
+                raise UserError(
+                    f"{where}: not a row of this script (no {missing[0]}); pass --overwrite to start afresh, "
+                    "or another --out_dir"
+                )
             refuse_difference(where, row, identity)
             key = oracle_row(where, row).prompt_id
             if finished.get(key, row) != row:
                 raise UserError(f"{where}: a second, different row of a prompt; remove one of the two")
             if key not in wanted:
-                raise UserError(f"{where}: a prompt that is not in --dataset; give the data set this table was made "
-                                "from, pass --overwrite to start afresh, or another --out_dir")
+                raise UserError(
+                    f"{where}: a prompt that is not in --dataset; give the data set this table was made "
+                    "from, pass --overwrite to start afresh, or another --out_dir"
+                )
             finished[key] = row
         truncate_file(path, size)
     if _parts(table):
@@ -181,15 +201,20 @@ def refuse_difference(where: str, found: dict, identity: dict, flags: dict | Non
     for name, value in identity.items():
         if found.get(name, ADDED_LATER.get(name)) != value:
             then, now = _difference(name, found, value, flags or {})
-            raise UserError(f"{where}: made with {then}, this run has {now}; use the same, pass --overwrite to start afresh, "
-                            "or choose another output folder")
+            raise UserError(
+                f"{where}: made with {then}, this run has {now}; use the same, pass --overwrite to start afresh, "
+                "or choose another output folder"
+            )
 
 
 def _difference(name: str, found: dict, value: Any, flags: dict) -> tuple[str, str]:
     """An entry that differs as it was and as it is: by the flags that decide it where both runs' are known."""
     kept = found.get("flags") if isinstance(found.get("flags"), dict) else {}
-    differing = [flag for flag in FROM_FLAGS.get(name, ()) if flag in kept and flag in flags
-                 and _deciding(flag, kept[flag]) != _deciding(flag, flags[flag])]
+    differing = [
+        flag
+        for flag in FROM_FLAGS.get(name, ())
+        if flag in kept and flag in flags and _deciding(flag, kept[flag]) != _deciding(flag, flags[flag])
+    ]
     if differing:
         return tuple(" ".join(_as_typed(flag, values[flag]) for flag in differing) for values in (kept, flags))
     source = FROM_ELSEWHERE.get(name) or ", ".join(f"--{flag}" for flag in FROM_FLAGS.get(name, ()))
@@ -218,8 +243,10 @@ def check_fingerprint(rows: Iterable[dict], fingerprint: str, path: str | Path, 
 def check_same_weights(fingerprints: Sequence[str]) -> None:
     """Raise UserError when processes of one job have loaded different models."""
     if len(set(fingerprints)) > 1:
-        raise UserError(f"the processes of this job have loaded different weights (fingerprints "
-                        f"{', '.join(sorted(set(fingerprints)))}); give every machine the same --model")
+        raise UserError(
+            f"the processes of this job have loaded different weights (fingerprints "
+            f"{', '.join(sorted(set(fingerprints)))}); give every machine the same --model"
+        )
 
 
 def check_identity(path: Path, identity: dict, record: dict, overwrite: bool, flags: dict) -> None:
@@ -236,8 +263,10 @@ def check_identity(path: Path, identity: dict, record: dict, overwrite: bool, fl
         return
     grams = list(path.parent.glob("*.npz"))
     if grams and not overwrite:
-        raise UserError(f"{path.parent}: holds .npz files but no {path.name} that says what made them; pass --overwrite "
-                        "to remove them, or choose another --save_json")
+        raise UserError(
+            f"{path.parent}: holds .npz files but no {path.name} that says what made them; pass --overwrite "
+            "to remove them, or choose another --save_json"
+        )
     for old in grams:
         old.unlink()
     (path.parent / CHECKS).unlink(missing_ok=True)

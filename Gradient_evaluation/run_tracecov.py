@@ -25,8 +25,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.cli import (MOST_CONTINUATIONS, Parser, UserError, group_sizes, integer,  # noqa: E402
-                                     one_line_while_importing, run)
+from Gradient_evaluation.cli import (
+    MOST_CONTINUATIONS,
+    Parser,
+    UserError,
+    group_sizes,
+    integer,  # noqa: E402
+    one_line_while_importing,
+    run,
+)
 
 if __name__ == "__main__":
     one_line_while_importing()
@@ -35,7 +42,16 @@ from Gradient_evaluation.estimator_table import DEFAULT, ESTIMATORS, resolve  # 
 from Gradient_evaluation.flags import GRAM_DTYPES, add_shared_flags  # noqa: E402
 
 # The flags that --from_grams heeds; every other one says how Grams are made.
-WITH_FROM_GRAMS = ("--from_grams", "--K_list", "--estimators", "--budget", "--save_json", "--plot_path", "--skip_plot", "--quiet")
+WITH_FROM_GRAMS = (
+    "--from_grams",
+    "--K_list",
+    "--estimators",
+    "--budget",
+    "--save_json",
+    "--plot_path",
+    "--skip_plot",
+    "--quiet",
+)
 # Flags that decide how Grams are cut and which prompts there are; run.json keeps them, for messages and --from_grams.
 KEPT = ("T", "M", "K_list", "block_size", "estimators", "subsample_prompts")
 
@@ -44,34 +60,70 @@ def parse_args():
     parser = Parser(description=__doc__.split("\n")[0])
     add_shared_flags(parser)
     parser.add_argument("--oracle_table", help="table of calculate_oracle_v.py, JSONL or parquet")
-    parser.add_argument("--T", type=integer(1), default=500,
-                        help="prompts, drawn at random by --seed; fewer if the table has fewer (%(default)s)")
+    parser.add_argument(
+        "--T",
+        type=integer(1),
+        default=500,
+        help="prompts, drawn at random by --seed; fewer if the table has fewer (%(default)s)",
+    )
     parser.add_argument("--M", type=integer(1), default=16, help="repeats at the largest group size (%(default)s)")
-    parser.add_argument("--K_list", nargs="+", default=["4", "8", "16", "32", "64"], metavar="K",
-                        help="group sizes (4 8 16 32 64)")
+    parser.add_argument(
+        "--K_list", nargs="+", default=["4", "8", "16", "32", "64"], metavar="K", help="group sizes (4 8 16 32 64)"
+    )
     parser.add_argument("--gen_bs", type=integer(1), default=64, help="continuations sampled at a time (%(default)s)")
-    parser.add_argument("--subsample_prompts", nargs="?", type=integer(1), metavar="N",
-                        help="draw N rows of the table first, by --seed, and the T prompts from these; without N: no effect, "
-                             "the T prompts are drawn from the whole table")
-    parser.add_argument("--block_size", type=integer(4),
-                        help="continuations per Gram, at least 4; less takes less memory (max(K_list), twice that for some "
-                             "--estimators)")
+    parser.add_argument(
+        "--subsample_prompts",
+        nargs="?",
+        type=integer(1),
+        metavar="N",
+        help="draw N rows of the table first, by --seed, and the T prompts from these; without N: no effect, "
+        "the T prompts are drawn from the whole table",
+    )
+    parser.add_argument(
+        "--block_size",
+        type=integer(4),
+        help="continuations per Gram, at least 4; less takes less memory (max(K_list), twice that for some --estimators)",
+    )
     parser.add_argument("--gram_memory", type=integer(1, 2**24), default=64, help="MiB of a temporary in a Gram (%(default)s)")
-    parser.add_argument("--gram_dtype", choices=GRAM_DTYPES, default="float32",
-                        help="of the products in a Gram; bfloat16 is faster where the hardware has it (%(default)s)")
-    parser.add_argument("--estimators", nargs="+", default=[], metavar="NAME",
-                        help=f"more estimators to compare: {', '.join(ESTIMATORS)}; all for every one")
-    parser.add_argument("--gradient_checkpointing", action="store_true",
-                        help="keep fewer activations and compute them again in the backward pass: less memory, more time")
-    parser.add_argument("--scoring", choices=["exact", "published"], default="exact",
-                        help="published: the paper's released log-probs, for comparison (%(default)s)")
+    parser.add_argument(
+        "--gram_dtype",
+        choices=GRAM_DTYPES,
+        default="float32",
+        help="of the products in a Gram; bfloat16 is faster where the hardware has it (%(default)s)",
+    )
+    parser.add_argument(
+        "--estimators",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help=f"more estimators to compare: {', '.join(ESTIMATORS)}; all for every one",
+    )
+    parser.add_argument(
+        "--gradient_checkpointing",
+        action="store_true",
+        help="keep fewer activations and compute them again in the backward pass: less memory, more time",
+    )
+    parser.add_argument(
+        "--scoring",
+        choices=["exact", "published"],
+        default="exact",
+        help="published: the paper's released log-probs, for comparison (%(default)s)",
+    )
     parser.add_argument("--params", metavar="REGEX", help="measure only parameters whose name this finds")
-    parser.add_argument("--by_layer", action="store_true",
-                        help="also the traces of every module: by_layer in the results, the largest are printed")
-    parser.add_argument("--budget", type=integer(2), metavar="N",
-                        help="also the predicted MSE of every G at N = B*G continuations per step")
-    parser.add_argument("--sketch_dim", type=integer(0, 2**20), default=16,
-                        help="size of the gradient sketches behind the group-size law, 0 for none (%(default)s)")
+    parser.add_argument(
+        "--by_layer",
+        action="store_true",
+        help="also the traces of every module: by_layer in the results, the largest are printed",
+    )
+    parser.add_argument(
+        "--budget", type=integer(2), metavar="N", help="also the predicted MSE of every G at N = B*G continuations per step"
+    )
+    parser.add_argument(
+        "--sketch_dim",
+        type=integer(0, 2**20),
+        default=16,
+        help="size of the gradient sketches behind the group-size law, 0 for none (%(default)s)",
+    )
     parser.add_argument("--allow_mismatch", action="store_true", help="take a table made under another law")
     parser.add_argument("--from_grams", metavar="DIR", help="recompute from stored Grams alone, without a model")
     parser.add_argument("--save_json", help="folder of results and Grams (required)")
@@ -80,12 +132,16 @@ def parse_args():
     args = parser.parse_args()
     without_effect = [flag for flag in parser.given() if flag not in WITH_FROM_GRAMS]
     if args.from_grams and without_effect:
-        parser.error(f"{', '.join(without_effect)}: no effect with --from_grams, which takes what made the Grams from "
-                     f"{args.from_grams}/run.json; leave out")
+        parser.error(
+            f"{', '.join(without_effect)}: no effect with --from_grams, which takes what made the Grams from "
+            f"{args.from_grams}/run.json; leave out"
+        )
     args.K_list = group_sizes(args.K_list)
     if not args.from_grams and args.M * args.K_list[-1] > MOST_CONTINUATIONS:
-        parser.error(f"--M {args.M} times the largest of --K_list is {args.M * args.K_list[-1]} continuations of each prompt, "
-                     "more than memory can hold; lower one of them")
+        parser.error(
+            f"--M {args.M} times the largest of --K_list is {args.M * args.K_list[-1]} continuations of each prompt, "
+            "more than memory can hold; lower one of them"
+        )
     args.plot_path = args.plot_path or args.save_json
     try:
         names = ESTIMATORS if args.estimators == ["all"] else args.estimators
@@ -116,19 +172,43 @@ from Gradient_evaluation.chat_template import Chat  # noqa: E402
 from Gradient_evaluation.durable_files import write_json  # noqa: E402
 from Gradient_evaluation.law_and_prompts import chat_from, law_of, law_record, tokenised  # noqa: E402
 from Gradient_evaluation.memory import limited_memory, tune_allocator  # noqa: E402
-from Gradient_evaluation.models import (device_line, fingerprint, load_model, load_tokenizer, model_label,  # noqa: E402
-                                        resolve_dtype, warn_of_risks, weights_digest)
+from Gradient_evaluation.models import (
+    device_line,
+    fingerprint,
+    load_model,
+    load_tokenizer,
+    model_label,  # noqa: E402
+    resolve_dtype,
+    warn_of_risks,
+    weights_digest,
+)
 from Gradient_evaluation.processes import Processes  # noqa: E402
 from Gradient_evaluation.progress import Progress  # noqa: E402
 from Gradient_evaluation.prompt_measurement import Measurement, block_sizes, planned_block_size  # noqa: E402
-from Gradient_evaluation.run_files import (CHECKS, IDENTITY, check_fingerprint, check_identity, check_same_weights,  # noqa: E402
-                                           finite_at, only_writer, output_folder, read_checks, read_identity, refuse_difference,
-                                           saved_on_interrupt)
+from Gradient_evaluation.run_files import (
+    CHECKS,
+    IDENTITY,
+    check_fingerprint,
+    check_identity,
+    check_same_weights,  # noqa: E402
+    finite_at,
+    only_writer,
+    output_folder,
+    read_checks,
+    read_identity,
+    refuse_difference,
+    saved_on_interrupt,
+)
 from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
 from Gradient_evaluation.sketch_weights import sketched_names  # noqa: E402
 from Gradient_evaluation.tables import Row, check_ground_truths, check_law, load_oracle_table  # noqa: E402
-from Gradient_evaluation.tracecov_results import (finished_results, report, results_path, versions,  # noqa: E402
-                                                  write_results)
+from Gradient_evaluation.tracecov_results import (
+    finished_results,
+    report,
+    results_path,
+    versions,  # noqa: E402
+    write_results,
+)
 from plots.plot_tracecov import plot_tracecov  # noqa: E402
 from plots.style import save_figure  # noqa: E402
 
@@ -186,10 +266,20 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
     law = law_record(args, tokenizer, chat)
     check_law(rows, law, args.oracle_table, args.allow_mismatch)
     chosen, n_long = choose_rows(rows, args, tokenizer, chat)
-    identity = {**law, "seed": args.seed, "scoring": args.scoring, "block_sizes": sizes,
-                "params": args.params, "by_layer": args.by_layer, "sketch_dim": args.sketch_dim,
-                "greedy": "greedy" in args.estimators, "gram_dtype": args.gram_dtype, "sketched": sketched,
-                "sketched_at": args.K_list[-1] if len(sketched) > 1 else None, "dtype": str(dtype).split(".")[-1]}
+    identity = {
+        **law,
+        "seed": args.seed,
+        "scoring": args.scoring,
+        "block_sizes": sizes,
+        "params": args.params,
+        "by_layer": args.by_layer,
+        "sketch_dim": args.sketch_dim,
+        "greedy": "greedy" in args.estimators,
+        "gram_dtype": args.gram_dtype,
+        "sketched": sketched,
+        "sketched_at": args.K_list[-1] if len(sketched) > 1 else None,
+        "dtype": str(dtype).split(".")[-1],
+    }
     grams = output_folder(args.save_json) / "grams"
     held.enter_context(only_writer(grams))
     output_folder(grams)
@@ -212,8 +302,11 @@ def note_older_choice(grams: Path, found: dict, chosen: list[tuple[int, Row, lis
     drawn_now = {gram_store.path_of(grams, row.prompt_id).name for _, row, _ in chosen}
     others = sum(path.name not in drawn_now for path in grams.glob("*.npz"))
     if others:
-        print(f"note: {grams}: begun when a run took the first T rows; now they are drawn at random by --seed. {others} of its "
-              "Grams are of prompts that are not drawn; they stay, unused, and --from_grams reads them", file=sys.stderr)
+        print(
+            f"note: {grams}: begun when a run took the first T rows; now they are drawn at random by --seed. {others} of its "
+            "Grams are of prompts that are not drawn; they stay, unused, and --from_grams reads them",
+            file=sys.stderr,
+        )
 
 
 def is_measured(plan: Plan, args) -> bool:
@@ -228,11 +321,20 @@ def begin(plan: Plan, args, fingerprints: list[str]) -> None:
     check_same_weights(fingerprints)
     model_fingerprint = fingerprints[0]
     if not args.allow_mismatch:
-        check_fingerprint((row.columns for _, row, _ in plan.chosen), model_fingerprint, args.oracle_table,
-                          "make the table again, or pass --allow_mismatch")
+        check_fingerprint(
+            (row.columns for _, row, _ in plan.chosen),
+            model_fingerprint,
+            args.oracle_table,
+            "make the table again, or pass --allow_mismatch",
+        )
     about_weights = {"model_fingerprint": model_fingerprint, "weights_digest": weights_digest(args.model, args.revision)}
-    check_identity(plan.grams / IDENTITY, {**plan.identity, "model_fingerprint": model_fingerprint},
-                   {**plan.identity, **about_weights, "flags": kept_flags(args)}, args.overwrite, kept_flags(args))
+    check_identity(
+        plan.grams / IDENTITY,
+        {**plan.identity, "model_fingerprint": model_fingerprint},
+        {**plan.identity, **about_weights, "flags": kept_flags(args)},
+        args.overwrite,
+        kept_flags(args),
+    )
 
 
 def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> None:
@@ -244,13 +346,23 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> N
     model = load_model(args.model, args.revision, processes.device, dtype, args.trust_remote_code)
     fingerprints = processes.gather(fingerprint(model))
     processes.from_first(begin, plan, args, fingerprints)
-    gram = ScoreGram(model, law_of(args), args.scoring, args.gram_memory * 2**20, args.params, args.sketch_dim,
-                     gradient_checkpointing=args.gradient_checkpointing, gram_dtype=args.gram_dtype)
+    gram = ScoreGram(
+        model,
+        law_of(args),
+        args.scoring,
+        args.gram_memory * 2**20,
+        args.params,
+        args.sketch_dim,
+        gradient_checkpointing=args.gradient_checkpointing,
+        gram_dtype=args.gram_dtype,
+    )
     measurement = Measurement(model, tokenizer, gram, args)
     done = len(plan.chosen) - len(plan.todo)
     checks = {"gen_bs": args.gen_bs, **read_checks(plan.grams)}
-    with (limited_memory(args.max_memory, processes.device),
-          Progress(len(plan.chosen), done, "reward", args.quiet, processes) as progress):
+    with (
+        limited_memory(args.max_memory, processes.device),
+        Progress(len(plan.chosen), done, "reward", args.quiet, processes) as progress,
+    ):
         if processes.is_first:
             _, row, prompt_ids = plan.chosen[0]
             if "sampler_check" not in checks:  # a law does not change while a run is continued
@@ -299,8 +411,13 @@ def recompute(args) -> None:
 def finish(args, records: Iterable, config: dict, identity: dict, checks: dict, started: float) -> None:
     """Results, report and figure from the Gram records."""
     audit = {name: value for name, value in checks.items() if name != "gen_bs"}
-    about = {"config": config, "law": identity, "checks": audit, "versions": versions(),
-             "seconds": round(time.monotonic() - started, 1)}
+    about = {
+        "config": config,
+        "law": identity,
+        "checks": audit,
+        "versions": versions(),
+        "seconds": round(time.monotonic() - started, 1),
+    }
     label = model_label(identity["model"])
     results = write_results(args, records, about, label, checks.get("gen_bs"))
     present(args, results, label)
@@ -339,8 +456,7 @@ def main() -> None:
                 print(f"finished before, nothing left to do; --overwrite starts afresh\n{report(results)}")
                 print(f"results: {results_path(args.save_json, label)}")
                 return
-            finish(args, records_of(plan), vars(args), read_identity(plan.grams / IDENTITY), read_checks(plan.grams),
-                   started)
+            finish(args, records_of(plan), vars(args), read_identity(plan.grams / IDENTITY), read_checks(plan.grams), started)
 
 
 if __name__ == "__main__":

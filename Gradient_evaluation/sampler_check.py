@@ -135,8 +135,14 @@ def check_sampler(gram: ScoreGram, prompt_ids: Sequence[int], continuations: Seq
             f"{where}: the sampler and the scoring pass are not one law: log pi of continuation {worst} differs by "
             f"{abs(each.sum()):.2g} over its {len(each)} tokens, {shares[worst]:.2g} times what rounding may do, most at token "
             f"{token + 1} ({abs(each[token]):.2g}); decoding with a cache and the forward pass of {type(gram.model).__name__} "
-            "disagree: try --dtype float32, another version of transformers, or another model")
+            "disagree: try --dtype float32, another version of transformers, or another model"
+        )
     every = np.abs(np.concatenate(found))
-    return {"continuations": len(found), "tokens": len(every), "median_difference": float(np.median(every)),
-            "largest_difference": float(every.max()), "largest_sum": max(abs(float(each.sum())) for each in found),
-            "tolerance": tolerance.per_token}
+    return {
+        "continuations": len(found),
+        "tokens": len(every),
+        "median_difference": float(np.median(every)),
+        "largest_difference": float(every.max()),
+        "largest_sum": max(abs(float(each.sum())) for each in found),
+        "tolerance": tolerance.per_token,
+    }

@@ -175,8 +175,9 @@ def _draw(logits: torch.Tensor, u: torch.Tensor, law: SamplingLaw) -> Draw:
 
 
 @torch.inference_mode()
-def sample_continuations(model, tokenizer, prompt_ids: Sequence[int], u: np.ndarray, law: SamplingLaw,
-                         batch_size: int) -> list[Continuation]:
+def sample_continuations(
+    model, tokenizer, prompt_ids: Sequence[int], u: np.ndarray, law: SamplingLaw, batch_size: int
+) -> list[Continuation]:
     """Draw one continuation per row of u, at most ``batch_size`` at a time.
 
     prompt_ids: token ids of the prompt; u: float64 (n, law.max_new_tokens) from ``uniforms``. The prompt is
@@ -194,7 +195,7 @@ def sample_continuations(model, tokenizer, prompt_ids: Sequence[int], u: np.ndar
     drawn = []
     with thin_products(model):
         for start in range(0, len(u), batch_size):
-            rows_u = torch.from_numpy(u[start:start + batch_size]).to(device)
+            rows_u = torch.from_numpy(u[start : start + batch_size]).to(device)
             cache = copy.deepcopy(prompt_cache) if isinstance(prompt_cache, Cache) else None
             drawn += _decode(model, tokenizer, prompt, prefill.logits[:, -1], cache, rows_u, law, eos, counted)
     return drawn
@@ -224,7 +225,7 @@ def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos, counted)
         if position + 1 == limit:
             break
         if (position + 1) % check_every == 0:
-            stops.look(tokens[:, :position + 1], ended)
+            stops.look(tokens[:, : position + 1], ended)
             going = ~ended[rows]
             count = int(going.sum())
             if count == 0:
@@ -233,13 +234,15 @@ def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos, counted)
                 rows, step = rows[going], step[going]
                 if cache is not None:
                     choose_rows(cache, going.nonzero().squeeze(-1))
-        logits, cache = _next_logits(model, prompt, tokens[rows, :position + 1], cache, counted)
+        logits, cache = _next_logits(model, prompt, tokens[rows, : position + 1], cache, counted)
     if not finite:
         raise FloatingPointError("the model's logits are not finite")
-    stops.look(tokens[:, :position + 1], ended)
-    drawn = [_continuation(tokenizer, row, eos, stops.found.get(i)) for i, row in enumerate(tokens[:, :position + 1].tolist())]
-    return [replace(each, log_probs=value[:len(each.tokens)].copy(), log_kept=kept[:len(each.tokens)].copy())
-            for each, value, kept in zip(drawn, *values[:, :, :position + 1].cpu().numpy())]
+    stops.look(tokens[:, : position + 1], ended)
+    drawn = [_continuation(tokenizer, row, eos, stops.found.get(i)) for i, row in enumerate(tokens[:, : position + 1].tolist())]
+    return [
+        replace(each, log_probs=value[: len(each.tokens)].copy(), log_kept=kept[: len(each.tokens)].copy())
+        for each, value, kept in zip(drawn, *values[:, :, : position + 1].cpu().numpy())
+    ]
 
 
 def _next_logits(model, prompt, so_far, cache, counted):
@@ -253,8 +256,9 @@ def _next_logits(model, prompt, so_far, cache, counted):
         output = model(input_ids=whole, attention_mask=seen, use_cache=False, logits_to_keep=1)
         return output.logits[:, -1], None
     positions = {} if counted is None else {"position_ids": counted(whole)[:, -1:]}
-    output = model(input_ids=so_far[:, -1:], attention_mask=seen, past_key_values=cache, use_cache=True,
-                   logits_to_keep=1, **positions)
+    output = model(
+        input_ids=so_far[:, -1:], attention_mask=seen, past_key_values=cache, use_cache=True, logits_to_keep=1, **positions
+    )
     return output.logits[:, -1], output.past_key_values
 
 

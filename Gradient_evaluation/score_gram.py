@@ -59,9 +59,18 @@ class ScoreGram:
     Raises UserError when no parameter is chosen or the model's layers cannot be checkpointed.
     """
 
-    def __init__(self, model: nn.Module, law: SamplingLaw, scoring: str = "exact", budget: int = 64 * 2**20,
-                 params: str | None = None, sketch_dim: int = 0, sketch_seed: int = 0,
-                 gradient_checkpointing: bool = False, gram_dtype: str = "float32"):
+    def __init__(
+        self,
+        model: nn.Module,
+        law: SamplingLaw,
+        scoring: str = "exact",
+        budget: int = 64 * 2**20,
+        params: str | None = None,
+        sketch_dim: int = 0,
+        sketch_seed: int = 0,
+        gradient_checkpointing: bool = False,
+        gram_dtype: str = "float32",
+    ):
         self.model = model.eval()
         self.sampled_law = law
         self.law = law if scoring == "exact" else SamplingLaw()
@@ -72,12 +81,15 @@ class ScoreGram:
         self.gradient_checkpointing = gradient_checkpointing
         if gradient_checkpointing:
             check_checkpointable(model)
-        chosen = {name: p for name, p in model.named_parameters()
-                  if p.requires_grad and (params is None or re.search(params, name))}
+        chosen = {
+            name: p for name, p in model.named_parameters() if p.requires_grad and (params is None or re.search(params, name))
+        }
         if not chosen:
-            raise UserError("the model has no parameter with requires_grad" if params is None else
-                            f"--params {params}: finds no parameter; names look like "
-                            f"{next(iter(model.named_parameters()))[0]}")
+            raise UserError(
+                "the model has no parameter with requires_grad"
+                if params is None
+                else f"--params {params}: finds no parameter; names look like {next(iter(model.named_parameters()))[0]}"
+            )
         self.names = {id(p): name for name, p in chosen.items()}
         self.parameters = {id(p): p for p in chosen.values()}
         self.modules = sorted({_module_of(name) for name in chosen}, key=_natural_order)
@@ -91,8 +103,13 @@ class ScoreGram:
         for p in model.parameters():
             p.requires_grad_(False)
 
-    def block(self, prompt_ids: Sequence[int], continuations: Sequence[Continuation], by_module: bool = False,
-              weights: np.ndarray | None = None) -> Block:
+    def block(
+        self,
+        prompt_ids: Sequence[int],
+        continuations: Sequence[Continuation],
+        by_module: bool = False,
+        weights: np.ndarray | None = None,
+    ) -> Block:
         """Gram and log-probs of the B continuations (at least one) of one prompt, and the Gram of every module.
 
         weights (E, B): with a sketch_dim, the combinations of scores to sketch, from the same backward. Raises
@@ -131,7 +148,7 @@ class ScoreGram:
         logits, targets = self._logits(prompt_ids, continuations)
         scored = torch.zeros(targets.shape, dtype=torch.bool)
         for row, continuation in enumerate(continuations):
-            scored[row, :self._scored_length(continuation)] = True
+            scored[row, : self._scored_length(continuation)] = True
         return log_probs(logits, targets, self.law).masked_fill(~scored.to(device), 0.0).sum(dim=1)
 
     def _logits(self, prompt_ids, continuations) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +157,7 @@ class ScoreGram:
         longest = max(len(c.tokens) for c in continuations)
         targets = torch.zeros(len(continuations), longest, dtype=torch.int64)
         for row, continuation in enumerate(continuations):
-            targets[row, :len(continuation.tokens)] = torch.tensor(continuation.tokens)
+            targets[row, : len(continuation.tokens)] = torch.tensor(continuation.tokens)
         targets = targets.to(device)
         prompt = torch.tensor([list(prompt_ids)], device=device).expand(len(continuations), -1)
         inputs = torch.cat([prompt, targets[:, :-1]], dim=1)
@@ -162,7 +179,8 @@ class ScoreGram:
         """The modules whose tensors lead with the batch, found once."""
         if self._leading is None:
             self._leading = leading_with_batch(
-                self.model, lambda rows: self._log_probs(prompt_ids, list(continuations[:1]) * rows))
+                self.model, lambda rows: self._log_probs(prompt_ids, list(continuations[:1]) * rows)
+            )
         return self._leading
 
     # -- the Gram ----------------------------------------------------------------------------------------
@@ -175,8 +193,9 @@ class ScoreGram:
         leading = self._leading_modules(prompt_ids, continuations)
         longest = max(len(c.tokens) for c in continuations)
         size, prompt = len(continuations), len(prompt_ids)
-        capture = GramCapture(self.model, self.parameters, size, prompt, longest, self.budget, sketch, weights,
-                              self.gram_dtype, leading)
+        capture = GramCapture(
+            self.model, self.parameters, size, prompt, longest, self.budget, sketch, weights, self.gram_dtype, leading
+        )
         length = prompt + longest - 1
         with capture, shared_prompt(leading, size, length, prompt), torch.enable_grad():
             with prompt_kept_once(size, length, prompt):
@@ -199,8 +218,9 @@ class ScoreGram:
         for combination in weights if keys else ():
             with requires_grad(wanted), torch.enable_grad():
                 value = self._log_probs(prompt_ids, continuations)
-                gradients = torch.autograd.grad((value * combination.to(value.dtype)).sum(), wanted,
-                                                allow_unused=True, materialize_grads=True)
+                gradients = torch.autograd.grad(
+                    (value * combination.to(value.dtype)).sum(), wanted, allow_unused=True, materialize_grads=True
+                )
             rows.append([self.sketch.of_gradient(key, g) for key, g in zip(keys, gradients)])
         return {key: torch.stack(parts) for key, parts in zip(keys, zip(*rows))}
 
@@ -213,9 +233,12 @@ class ScoreGram:
         slices = list(_slices([(key, self.parameters[key].numel()) for key in used], self.budget // (4 * n)))
         self._say_fallback(used, size, len(slices))
         for parts in slices:
-            rows = [torch.empty(n, stop - start, device=device,
-                                dtype=torch.promote_types(self.parameters[key].dtype, torch.float32))
-                    for key, start, stop in parts]
+            rows = [
+                torch.empty(
+                    n, stop - start, device=device, dtype=torch.promote_types(self.parameters[key].dtype, torch.float32)
+                )
+                for key, start, stop in parts
+            ]
             wanted = [self.parameters[key] for key, _, _ in parts]
             for i, continuation in enumerate(continuations):
                 with requires_grad(wanted), torch.enable_grad():
@@ -241,9 +264,11 @@ class ScoreGram:
         new = [self.names[key] for key in keys if self.names[key] not in self._said]
         if new:
             self._said.update(new)
-            print(f"note: {len(keys)} parameters ({size:,} elements; the first is {new[0]}) are of a kind the Gram "
-                  f"rules do not read; measured exactly at {passes} extra backward pass(es) per continuation",
-                  file=sys.stderr)
+            print(
+                f"note: {len(keys)} parameters ({size:,} elements; the first is {new[0]}) are of a kind the Gram "
+                f"rules do not read; measured exactly at {passes} extra backward pass(es) per continuation",
+                file=sys.stderr,
+            )
 
 
 def _module_of(parameter: str) -> str:

@@ -24,8 +24,12 @@ from Gradient_evaluation.sampling import Continuation
 # models of all families: 1e-6 in float32; 0.005 and 0.006 in float16; 0.006 and 0.05 in bfloat16, whose ordinary
 # backward rounds the sums of a norm layer; 0.003 for bfloat16 products. (Some models compute their norms in float32
 # whatever their dtype, so float64 is held to 1e-6 only.)
-TOLERANCES = {torch.float64: (1e-6, 1e-6), torch.float32: (1e-3, 1e-3), torch.float16: (0.015, 0.03),
-              torch.bfloat16: (0.02, 0.1)}
+TOLERANCES = {
+    torch.float64: (1e-6, 1e-6),
+    torch.float32: (1e-3, 1e-3),
+    torch.float16: (0.015, 0.03),
+    torch.bfloat16: (0.02, 0.1),
+}
 HALF = (torch.float16, torch.bfloat16)
 PIECE = 2**22  # elements of a gradient that are widened to float64 at a time
 
@@ -56,8 +60,11 @@ def in_float32(model: nn.Module, check: Callable[[], dict], name: str) -> dict:
         # Outside the handler, whose traceback keeps the tensors of the attempt alive.
         release_memory()
         narrowest = max(own, key=lambda dtype: TOLERANCES[dtype])
-        print(f"note: {name} does not run in float32 ({why}); it goes on in {_name(narrowest)}, whose rounding hides small "
-              "faults", file=sys.stderr)
+        print(
+            f"note: {name} does not run in float32 ({why}); it goes on in {_name(narrowest)}, whose rounding hides small "
+            "faults",
+            file=sys.stderr,
+        )
     return check()
 
 
@@ -71,7 +78,7 @@ def _compare(score_gram, prompt_ids, continuations, seed: int) -> dict:
     rounds_most = max(dtypes | {score_gram.gram_dtype or next(iter(dtypes))}, key=lambda dtype: TOLERANCES[dtype])
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
     if score_gram.gram_dtype is not None:  # each product's own rounding, which is not in one direction
-        eps = max(eps, torch.finfo(score_gram.gram_dtype).eps**2)
+        eps = max(eps, torch.finfo(score_gram.gram_dtype).eps ** 2)
     grams = {key: by_parameter[key].cpu() for key in parameters}
     negligible = eps * sum(float(q.trace()) for q in grams.values())
     errors = {}
@@ -84,10 +91,18 @@ def _compare(score_gram, prompt_ids, continuations, seed: int) -> dict:
     worst = max(errors, key=lambda key: errors[key] / allowed[key])
     name = score_gram.names[worst]
     if errors[worst] > allowed[worst]:
-        raise UserError(f"self-audit of the score Gram: {name} is off by {errors[worst]:.1e} of its squared gradient norm "
-                        f"(allowed {allowed[worst]:.0e}); this architecture is not measured right, please report it")
-    return {"parameters": len(errors), "max_relative_error": errors[worst], "worst_parameter": name,
-            "tolerance": allowed[worst], "dtype": ", ".join(sorted(map(_name, dtypes))), "block_size": len(continuations)}
+        raise UserError(
+            f"self-audit of the score Gram: {name} is off by {errors[worst]:.1e} of its squared gradient norm "
+            f"(allowed {allowed[worst]:.0e}); this architecture is not measured right, please report it"
+        )
+    return {
+        "parameters": len(errors),
+        "max_relative_error": errors[worst],
+        "worst_parameter": name,
+        "tolerance": allowed[worst],
+        "dtype": ", ".join(sorted(map(_name, dtypes))),
+        "block_size": len(continuations),
+    }
 
 
 def _ordinary_backward(score_gram, prompt_ids, continuations, signs: torch.Tensor) -> dict[int, float]:

@@ -72,7 +72,8 @@ class RewardCounts(NamedTuple):
         rest = self.total - 2
         # C(c, G) - C(c-1, G-1) = C(c-1, G): what is left of a reward's groups when one continuation of it is taken out
         left = subset_share(self.counts, rest, group_size).sum() - 2 * (
-            unlike @ subset_share(self.counts - 1, rest - 1, group_size - 1) * group_size / rest / unlike.sum())
+            unlike @ subset_share(self.counts - 1, rest - 1, group_size - 1) * group_size / rest / unlike.sum()
+        )
         return float(1 - left)
 
 

@@ -32,8 +32,9 @@ def sketch_weights(names: Sequence[str], rewards: np.ndarray, lengths: np.ndarra
     size, kinds = len(rewards), group_rules([name for name in names if name != "grpo"])
     plain = group_advantages(rewards, "leave_one_out") / size
     ways = {"grpo": plain, "length_normalised": plain / np.maximum(lengths, 1)}
-    return np.stack([ways[name] if name in ways else _over_groups(kinds[name], rewards, lengths, min(K, size))
-                     for name in names])
+    return np.stack(
+        [ways[name] if name in ways else _over_groups(kinds[name], rewards, lengths, min(K, size)) for name in names]
+    )
 
 
 def _over_groups(kind: str, rewards: np.ndarray, lengths: np.ndarray, K: int) -> np.ndarray:

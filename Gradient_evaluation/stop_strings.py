@@ -40,8 +40,10 @@ def check_stop_strings(tokenizer, stop: Sequence[str]) -> None:
         held = [token for token in special if token and token in string]
         if held and string not in special:
             token = max(held, key=len)
-            raise UserError(f"--stop {string!r}: {token} is a special token of the tokenizer, which the text never shows; "
-                            f"give --stop {token!r} alone")
+            raise UserError(
+                f"--stop {string!r}: {token} is a special token of the tokenizer, which the text never shows; "
+                f"give --stop {token!r} alone"
+            )
 
 
 class StopStrings:
@@ -79,7 +81,7 @@ class StopStrings:
                 text = decode_text(self.tokenizer, ids[:length])
                 starts = [text.find(string) for string in self.stop if string in text]
                 if starts:
-                    self.found[row] = length, text[:min(starts)]
+                    self.found[row] = length, text[: min(starts)]
                     return False
         return True
 

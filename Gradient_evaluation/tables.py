@@ -213,8 +213,10 @@ def _check_oracle_value(columns: Mapping[str, Any], where: str) -> float:
     if kind not in (ZERO_ONE, GRADED):
         raise UserError(f'{where}: reward_values is {json.dumps(kind)[:40]}; it is "{ZERO_ONE}" or "{GRADED}"')
     if kind == ZERO_ONE and not 0 <= value <= 1:
-        raise UserError(f"{where}: V_oracle is {json.dumps(value)[:40]}, outside [0, 1]; where rewards are not 0 or 1 the "
-                        f'row needs "reward_values": "{GRADED}"')
+        raise UserError(
+            f"{where}: V_oracle is {json.dumps(value)[:40]}, outside [0, 1]; where rewards are not 0 or 1 the "
+            f'row needs "reward_values": "{GRADED}"'
+        )
     return float(value)
 
 
@@ -247,8 +249,10 @@ def rewards_of(texts: Iterable[str], row: Row, reward_name: str) -> np.ndarray:
             found.append(math.nan)
         if not math.isfinite(found[-1]) or (reward.zero_one and found[-1] not in (0, 1)):
             wanted = "0 or 1" if reward.zero_one else "a finite number"
-            raise UserError(f"{row.where}: the reward {reward_name!r} of continuation {number} is {repr(value)[:40]}, "
-                            f"not {wanted}; mend the reward function")
+            raise UserError(
+                f"{row.where}: the reward {reward_name!r} of continuation {number} is {repr(value)[:40]}, "
+                f"not {wanted}; mend the reward function"
+            )
     return np.array(found)
 
 

@@ -38,10 +38,18 @@ class Notes:
     def passing(self, records: Iterable) -> Iterable:
         """Pass the records on, noting each."""
         for record in records:
-            self.table.append({"prompt_index": record.order, "table_row": record.index, "prompt": record.prompt,
-                               "gold": gold_of(record.ground_truth), "ground_truth": record.ground_truth,
-                               "V_oracle": record.oracle_value, "n_oracle": record.n_oracle,
-                               "mean_reward": float(record.rewards.mean())})
+            self.table.append(
+                {
+                    "prompt_index": record.order,
+                    "table_row": record.index,
+                    "prompt": record.prompt,
+                    "gold": gold_of(record.ground_truth),
+                    "ground_truth": record.ground_truth,
+                    "V_oracle": record.oracle_value,
+                    "n_oracle": record.n_oracle,
+                    "mean_reward": float(record.rewards.mean()),
+                }
+            )
             self.block_sizes.update(len(gram) for gram in record.grams)
             if record.modules is not None:
                 self.layers.append((record.modules, record.module_moments))
@@ -78,8 +86,13 @@ def write_results(args, records: Iterable, about: dict, label: str, gen_bs: int 
     summary = estimators.summarise(prompts, args.K_list, seed=args.seed, names=args.estimators)
     summary["group_size_law"] = law_of(prompts, notes, about["law"], args.seed)
     if notes.layers:
-        summary["by_layer"] = by_layer(notes.layers[0][0], [moments for _, moments in notes.layers],
-                                       [row["V_oracle"] for row in notes.table], args.K_list, seed=args.seed)
+        summary["by_layer"] = by_layer(
+            notes.layers[0][0],
+            [moments for _, moments in notes.layers],
+            [row["V_oracle"] for row in notes.table],
+            args.K_list,
+            seed=args.seed,
+        )
     sizes = {str(size): notes.block_sizes[size] for size in sorted(notes.block_sizes)}
     results = {**summary, **about, "batches": {"gen_bs": gen_bs, "blocks_by_size": sizes}}
     for position, K in enumerate(args.K_list):
@@ -100,8 +113,15 @@ def detailed(K: int, table: Sequence[dict], traces: dict, averages: dict) -> dic
     in the released files: ``prompt_index`` is the position in it, null for Grams older than that order.
     """
     columns = {name: _per_prompt(values, len(table)) for name, values in traces.items()}
-    rows = [{**row, "K": K, "tr_cov": {name: columns[name][i] for name in averages},
-             "trace_cov": {name: column[i] for name, column in columns.items()}} for i, row in enumerate(table)]  # fmt: skip
+    rows = [
+        {
+            **row,
+            "K": K,
+            "tr_cov": {name: columns[name][i] for name in averages},
+            "trace_cov": {name: column[i] for name, column in columns.items()},
+        }
+        for i, row in enumerate(table)
+    ]
     if all(row["prompt_index"] is not None for row in rows):
         rows.sort(key=lambda row: row["prompt_index"])
     return {"K": K, "prompt_results": rows, "avg_traces": averages}
@@ -120,12 +140,24 @@ def replaced(path: Path, results: dict) -> str | None:
     lost += [f"K = {', '.join(map(str, sizes))}"] * bool(sizes) + [f"the estimators {', '.join(names)}"] * bool(names)
     if not lost:
         return None
-    return (f"{path} is replaced: before, it had {' and '.join(lost)}. Their Grams stay, so the command that made it, given "
-            "again, brings it back in moments; for both, use another --save_json with --from_grams")
+    return (
+        f"{path} is replaced: before, it had {' and '.join(lost)}. Their Grams stay, so the command that made it, given "
+        "again, brings it back in moments; for both, use another --save_json with --from_grams"
+    )
 
 
-NOT_IN_RESULTS = ("device", "gen_bs", "gram_memory", "max_memory", "quiet", "plot_path", "skip_plot", "save_json",
-                  "gradient_checkpointing", "trust_remote_code")  # fmt: skip
+NOT_IN_RESULTS = (
+    "device",
+    "gen_bs",
+    "gram_memory",
+    "max_memory",
+    "quiet",
+    "plot_path",
+    "skip_plot",
+    "save_json",
+    "gradient_checkpointing",
+    "trust_remote_code",
+)
 
 
 def finished_results(args, label: str, rows: Sequence[Row]) -> dict | None:
@@ -140,8 +172,7 @@ def finished_results(args, label: str, rows: Sequence[Row]) -> dict | None:
         files = [json.loads(detailed_path(args.save_json, label, K).read_text(encoding="utf-8")) for K in args.K_list]
         tables = [file["prompt_results"] for file in files]
         config = {name: value for name, value in results["config"].items() if name not in NOT_IN_RESULTS}
-        found = [[[row["prompt"], row["ground_truth"], row["V_oracle"], row["n_oracle"]] for row in table]
-                 for table in tables]
+        found = [[[row["prompt"], row["ground_truth"], row["V_oracle"], row["n_oracle"]] for row in table] for table in tables]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     if not {"estimators", "group_size_law", "score_norm_sq", "on_policy_check"} <= set(results):
@@ -162,18 +193,27 @@ def law_of(prompts: estimators.PromptMoments, notes: Notes, identity: dict, seed
     pairs, complete = prompts.pairs, all(sketch is not None for sketch in notes.sketches)
     sketches = np.stack(notes.sketches) if complete else None
     layout = [SketchPart(*map(int, part)) for part in notes.sketch_layout] if complete else None
-    law = group_size_law(pairs.disjoint, pairs.shared_member - pairs.disjoint, pairs.same_pair - pairs.disjoint,
-                         None if sketches is None else sketches[:, 0],
-                         prompts.outcomes, theta_sq_noise=prompts.theta_sq_noise, sketch_dim=sketch_dim or None,
-                         sketch_layout=layout, seed=seed)
+    law = group_size_law(
+        pairs.disjoint,
+        pairs.shared_member - pairs.disjoint,
+        pairs.same_pair - pairs.disjoint,
+        None if sketches is None else sketches[:, 0],
+        prompts.outcomes,
+        theta_sq_noise=prompts.theta_sq_noise,
+        sketch_dim=sketch_dim or None,
+        sketch_layout=layout,
+        seed=seed,
+    )
     law["cosine_to_gradient"] = {}
     if sketches is not None and sketches.shape[1] > 1:
         if min(notes.block_sizes) < largest:
             law["reasons"]["cosine_to_gradient"] = (
-                f"blocks of {min(notes.block_sizes)} continuations hold no group of {largest}; raise --block_size")
+                f"blocks of {min(notes.block_sizes)} continuations hold no group of {largest}; raise --block_size"
+            )
         else:
             law["cosine_to_gradient"] = prompt_averaged_cosines(
-                sketches[:, 1:], sketches[:, 0], notes.sketch_names[1:], layout, law["sketch_dim"], seed=seed)
+                sketches[:, 1:], sketches[:, 0], notes.sketch_names[1:], layout, law["sketch_dim"], seed=seed
+            )
     return law
 
 
@@ -195,31 +235,47 @@ def versions() -> dict:
 def report(results: dict) -> str:
     """The lines a run ends with: MSE by K, other estimators, on-policy check, score norms."""
     curves = {name: results["estimators"][name] for name in DEFAULT}
-    lines = ["MSE of the gradient estimate: mean over prompts of trace(Cov | x) [95% interval]",
-             "   K" + "".join(f"{name_of(name):>30}" for name in curves)]
+    lines = [
+        "MSE of the gradient estimate: mean over prompts of trace(Cov | x) [95% interval]",
+        "   K" + "".join(f"{name_of(name):>30}" for name in curves),
+    ]
     for i, K in enumerate(results["K_list"]):
         lines.append(f"{K:>4}" + "".join(f"{_cell(curve, 'mse', i):>30}" for curve in curves.values()))
-    lines += [f"note: {name}: {results['reasons'][path]}" for name in curves
-              if (path := f"estimators.{name}.mse") in results["reasons"]]
+    lines += [
+        f"note: {name}: {results['reasons'][path]}"
+        for name in curves
+        if (path := f"estimators.{name}.mse") in results["reasons"]
+    ]
     lines += _other_estimators(results)
     lines += _largest_modules(results)
     check, norms = results["on_policy_check"], results["score_norm_sq"]
     error = "" if check["standard_error"] is None else f" +- {check['standard_error']:.1e}"
     ratio = "not computed" if check["ratio"] is None else f"{check['ratio']:.1e}{error}"
-    lines.append(f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (within two standard errors of 0 when the scores are "
-                 "those of the law that was sampled)")
+    lines.append(
+        f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (within two standard errors of 0 when the scores are "
+        "those of the law that was sampled)"
+    )
     if check.get("warning"):
         lines.append(f"warning: {check['warning']}")
     if compared := results.get("checks", {}).get("sampler_check"):
-        lines.append(f"sampler and scoring pass: log pi of {compared['tokens']} tokens differs by {compared['median_difference']:.1e}"
-                     f" in the median, {compared['largest_difference']:.1e} at most (tolerance {compared['tolerance']:.1e})")
+        lines.append(
+            f"sampler and scoring pass: log pi of {compared['tokens']} tokens differs by {compared['median_difference']:.1e}"
+            f" in the median, {compared['largest_difference']:.1e} at most (tolerance {compared['tolerance']:.1e})"
+        )
     split = "above V" not in norms.get("split", "")
-    kinds = {"right": "right answers", "wrong": "wrong answers"} if split else {
-        "right": "rewards above V(x)", "wrong": "rewards not above V(x)"}
-    shown = [f"{text} " + ("not computed" if norms[name]["mean"] is None else f"{norms[name]['mean']:.4g}")
-             for name, text in kinds.items()]
-    lines.append(f"squared score norm E||g||^2: {', '.join(shown)}; squared gradient norm ||theta||^2 = "
-                 f"{results['theta_norm_sq']:.4g}; {results['n_prompts']} prompts, {results['n_continuations']} continuations")
+    kinds = (
+        {"right": "right answers", "wrong": "wrong answers"}
+        if split
+        else {"right": "rewards above V(x)", "wrong": "rewards not above V(x)"}
+    )
+    shown = [
+        f"{text} " + ("not computed" if norms[name]["mean"] is None else f"{norms[name]['mean']:.4g}")
+        for name, text in kinds.items()
+    ]
+    lines.append(
+        f"squared score norm E||g||^2: {', '.join(shown)}; squared gradient norm ||theta||^2 = "
+        f"{results['theta_norm_sq']:.4g}; {results['n_prompts']} prompts, {results['n_continuations']} continuations"
+    )
     return "\n".join(lines)
 
 
@@ -227,8 +283,11 @@ def _other_estimators(results: dict) -> list[str]:
     others = {name: found for name, found in results["estimators"].items() if name not in DEFAULT}
     if not others:
         return []
-    lines = ["", "other estimators: MSE | signal-to-noise ratio | K at which plain GRPO has that ratio; - : reasons in the "
-             "results say why"]
+    lines = [
+        "",
+        "other estimators: MSE | signal-to-noise ratio | K at which plain GRPO has that ratio; - : reasons in the "
+        "results say why",
+    ]
     for name, found in others.items():
         lines.append(f"  {name}: {found['title']}")
         for i, K in enumerate(results["K_list"]):

@@ -22,8 +22,14 @@ from typing import Any, NamedTuple
 
 from Gradient_evaluation.chat_template import Chat, Messages, plain_fields, render
 from Gradient_evaluation.cli import UserError
-from Gradient_evaluation.integer_answer import (LONGEST_INTEGER, check_integer_ground_truth, closing_braces, final_reply,
-                                                parse_integer_answer, shorten_repr)
+from Gradient_evaluation.integer_answer import (
+    LONGEST_INTEGER,
+    check_integer_ground_truth,
+    closing_braces,
+    final_reply,
+    parse_integer_answer,
+    shorten_repr,
+)
 from Gradient_evaluation.math_worker import MATH_WORKER
 
 # ---------------------------------------------------------------------------------------- prompts

@@ -68,11 +68,16 @@ def check_loads_together(paths: Sequence[str | Path], name: str) -> None:
         except Exception as error:  # of pyarrow and of datasets, of unrelated types
             reason = " ".join(f"{error}".split())
             if len(found) > 1:
-                differing = [column for column in {**found[0].features, **found[-1].features}
-                             if found[0].features.get(column) != found[-1].features.get(column)]  # fmt: skip
+                differing = [
+                    column
+                    for column in {**found[0].features, **found[-1].features}
+                    if found[0].features.get(column) != found[-1].features.get(column)
+                ]
                 reason = f"the columns {', '.join(differing)} have other types than in {paths[0]}" if differing else reason
-            raise UserError(f"--{name} {path}: VERL cannot load it: {reason[:300]}; write the files with one program "
-                            "(data/prepare_parquet.py)") from None
+            raise UserError(
+                f"--{name} {path}: VERL cannot load it: {reason[:300]}; write the files with one program "
+                "(data/prepare_parquet.py)"
+            ) from None
 
 
 def check_rows(rows: Sequence[Mapping[str, Any]], path: str | Path, name: str, reward: str | None) -> None:

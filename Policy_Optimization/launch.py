@@ -21,8 +21,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.chat_template import check_variables, date_string, prints_date  # noqa: E402
 from Gradient_evaluation.cli import UserError, run as run_main  # noqa: E402
 from Policy_Optimization import checks, verl_config  # noqa: E402
-from Policy_Optimization.run_folder import (check_same_gpus, check_same_run, is_finished, last_checkpoint,  # noqa: E402
-                                            last_value, read_run, run_environment, start_attempt, wandb_mode)
+from Policy_Optimization.run_folder import (
+    check_same_gpus,
+    check_same_run,
+    is_finished,
+    last_checkpoint,  # noqa: E402
+    last_value,
+    read_run,
+    run_environment,
+    start_attempt,
+    wandb_mode,
+)
 from Policy_Optimization.settings import Settings, hydra_value, read_settings, verl_overrides  # noqa: E402
 from data.prepare_parquet import load_chat_tokenizer  # noqa: E402
 
@@ -41,7 +50,10 @@ def check_settings(settings: Settings, environment: Mapping[str, str]) -> list[s
     checks.check_no_secret(settings.passed, environment)
     if importlib.util.find_spec("wandb") is None:
         raise UserError("the package wandb is not installed; pip install wandb")
-    for name, instead in (("BASE", "MODEL, DATA_DIR and RUN_DIR as paths"), ("REPO_DIR", "nothing: the launcher finds its own files")):
+    for name, instead in (
+        ("BASE", "MODEL, DATA_DIR and RUN_DIR as paths"),
+        ("REPO_DIR", "nothing: the launcher finds its own files"),
+    ):
         if environment.get(name, "").strip():
             notes.append(f"{name} of the paper's script is not read here; give {instead}")
     if wandb_mode(environment) == "offline":
@@ -134,8 +146,7 @@ def describe(settings: Settings, cfg: Any, notes: Sequence[str]) -> str:
     """What --dry_run prints above the command."""
     actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
     step = cfg.data.train_batch_size
-    lines = [f"  {name:26} {value}  ({settings.origin[name]})" for name, value in settings.values.items()
-             if value is not None]  # fmt: skip
+    lines = [f"  {name:26} {value}  ({settings.origin[name]})" for name, value in settings.values.items() if value is not None]
     lines += [
         "what VERL makes of them:",
         f"  a step      {step} prompts x {rollout.n} continuations = {step * rollout.n}",
@@ -196,9 +207,7 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     write_plan(plan, [*command, *overrides, *worker_overrides(variables)], variables, run_dir, log)
 
 
-def write_plan(
-    plan: Path | None, command: Sequence[str], variables: Mapping[str, str], run_dir: Path, log: Path
-) -> None:
+def write_plan(plan: Path | None, command: Sequence[str], variables: Mapping[str, str], run_dir: Path, log: Path) -> None:
     """Leave command, environment and places in the folder ``plan``, each text ended by NUL."""
     if plan is None:
         raise UserError("start training with Policy_Optimization/grpo_train.sh; this file alone does --dry_run only")

@@ -1,10 +1,10 @@
 """One folder holds everything of a training run: what it was started with, caches, checkpoints, logs, W&B files.
 
-    run.json            overrides of the last attempt, number of attempts, W&B run id
-    checkpoints/        global_step_N, and VERL's latest_checkpointed_iteration.txt
-    logs/               console_A.log and metrics_A.jsonl of attempt A (VERL would overwrite one file)
-    validation/         the continuations and scores of every validation
-    wandb/, cache/, hydra/, finished
+run.json            overrides of the last attempt, number of attempts, W&B run id
+checkpoints/        global_step_N, and VERL's latest_checkpointed_iteration.txt
+logs/               console_A.log and metrics_A.jsonl of attempt A (VERL would overwrite one file)
+validation/         the continuations and scores of every validation
+wandb/, cache/, hydra/, finished
 """
 
 from __future__ import annotations
@@ -35,12 +35,23 @@ CACHES = {  # where libraries would write into the home folder
 }
 # what may differ between the attempts of one run: how long, how often, how much at a time, where it is shown
 FREE = (
-    "trainer.total_epochs", "trainer.total_training_steps", "trainer.save_freq", "trainer.test_freq",
-    "trainer.max_actor_ckpt_to_keep", "trainer.logger", "trainer.log_val_generations", "trainer.val_before_train",
-    "trainer.rollout_data_dir", "trainer.validation_data_dir", "trainer.default_local_dir", "hydra.run.dir",
-    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "actor_rollout_ref.rollout.gpu_memory_utilization",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", "ray_kwargs.",
-)  # fmt: skip
+    "trainer.total_epochs",
+    "trainer.total_training_steps",
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.max_actor_ckpt_to_keep",
+    "trainer.logger",
+    "trainer.log_val_generations",
+    "trainer.val_before_train",
+    "trainer.rollout_data_dir",
+    "trainer.validation_data_dir",
+    "trainer.default_local_dir",
+    "hydra.run.dir",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    "ray_kwargs.",
+)
 
 
 def read_run(run_dir: Path) -> dict:
@@ -54,8 +65,7 @@ def read_run(run_dir: Path) -> dict:
         data = path.read_bytes()
     try:
         run = json.loads(data)
-        return {"attempts": int(run["attempts"]), "overrides": list(run["overrides"]),
-                "wandb_run_id": str(run["wandb_run_id"])}  # fmt: skip
+        return {"attempts": int(run["attempts"]), "overrides": list(run["overrides"]), "wandb_run_id": str(run["wandb_run_id"])}
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{path}: is not a run.json of the launcher; remove it or give another --run_dir") from None
 
@@ -106,9 +116,11 @@ def check_same_gpus(run_dir: Path, cfg: Any) -> None:
     parts = (re.fullmatch(r"\w+_world_size_(\d+)_rank_\d+\.pt", path.name) for path in folder.iterdir())
     before = {int(part[1]) for part in parts if part}
     if before and now not in before:
-        raise UserError(f"{folder}: this checkpoint is in {max(before)} parts, one for each GPU that wrote it, and cannot be "
-                        f"continued on {now}; use as many GPUs, or merge it into a --model of a new --run_dir "
-                        "(Policy_Optimization/README.md)")
+        raise UserError(
+            f"{folder}: this checkpoint is in {max(before)} parts, one for each GPU that wrote it, and cannot be "
+            f"continued on {now}; use as many GPUs, or merge it into a --model of a new --run_dir "
+            "(Policy_Optimization/README.md)"
+        )
 
 
 def check_same_run(run_dir: Path, run: Mapping, overrides: list[str], allow_changes: bool) -> None:

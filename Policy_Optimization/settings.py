@@ -58,15 +58,15 @@ SETTINGS = (
     Setting("train_batch_size", integer(1), None, "prompts of a step; default budget / G"),
     Setting("mini_batch_size", integer(1), None, "prompts of an update; default update_budget / G"),
     Setting("epochs", integer(1), None, "passes over the prompts; default epoch_budget / G"),
-    Setting("estimator", str, "grpo", "grpo: VERL's, over the std of the group; paper: unnormalised",
-            tuple(ESTIMATORS)),
+    Setting("estimator", str, "grpo", "grpo: VERL's, over the std of the group; paper: unnormalised", tuple(ESTIMATORS)),
     Setting("learning_rate", positive, 1e-6, "constant"),
     Setting("max_prompt_length", integer(1), 512, "tokens"),
     Setting("max_response_length", integer(1), 512, "tokens"),
     Setting("temperature", positive, 1.0, "of the training continuations; validation is greedy"),
     Setting("rollout", str, "vllm", "engine that samples", ("vllm", "sglang", "trtllm")),
-    Setting("chat_template_kwargs", json_object, None,
-            """variables of the chat template, as JSON: '{"enable_thinking": false}'"""),
+    Setting(
+        "chat_template_kwargs", json_object, None, """variables of the chat template, as JSON: '{"enable_thinking": false}'"""
+    ),
     Setting("reward", str, None, "default: what each row of the data says", ("integer", "last_integer", "math")),
     Setting("seed", integer(0), 0, "of the data order and the sampling"),
     Setting("gpus_per_node", integer(1), 8, ""),
@@ -82,16 +82,25 @@ SETTINGS = (
     Setting("project", str, "group_size", "W&B project"),
     Setting("experiment", str, None, "W&B run name; default MODEL_ESTIMATOR_gG_seedS"),
     Setting("run_dir", str, None, "everything the run writes; default outputs/train/EXPERIMENT"),
-)  # fmt: skip
+)
 # The variables of the paper's script -> the settings they are here; those of the same name need no entry.
-PUBLISHED = {"TRAIN_FILE": "train_files", "VAL_FILE": "val_files", "GPUS": "gpus_per_node",
-             "GPU_UTIL": "gpu_memory_utilization", "EXPERIMENT_NAME": "experiment", "PROJECT_NAME": "project"}
+PUBLISHED = {
+    "TRAIN_FILE": "train_files",
+    "VAL_FILE": "val_files",
+    "GPUS": "gpus_per_node",
+    "GPU_UTIL": "gpu_memory_utilization",
+    "EXPERIMENT_NAME": "experiment",
+    "PROJECT_NAME": "project",
+}
 KWARGS = "data.apply_chat_template_kwargs"
 IN_VERL = {  # key -> its name in the law of the evaluation
-    "actor_rollout_ref.model.path": "model", "actor_rollout_ref.rollout.temperature": "temperature",
-    "actor_rollout_ref.rollout.top_p": "top_p", "actor_rollout_ref.rollout.top_k": "top_k",
-    "data.max_response_length": "max_new_tokens", "reward.custom_reward_function.reward_kwargs.reward": "reward",
-}  # fmt: skip
+    "actor_rollout_ref.model.path": "model",
+    "actor_rollout_ref.rollout.temperature": "temperature",
+    "actor_rollout_ref.rollout.top_p": "top_p",
+    "actor_rollout_ref.rollout.top_k": "top_k",
+    "data.max_response_length": "max_new_tokens",
+    "reward.custom_reward_function.reward_kwargs.reward": "reward",
+}
 BUDGETS = (("train_batch_size", "budget"), ("mini_batch_size", "update_budget"), ("epochs", "epoch_budget"))
 
 
@@ -113,15 +122,26 @@ class Settings:
 
 
 def make_parser() -> Parser:
-    parser = Parser(prog="grpo_train.sh", description="GRPO training with VERL. Every setting is a flag or an "
-                    "environment variable of the same name in capitals; everything after -- goes to VERL unchanged.")
+    parser = Parser(
+        prog="grpo_train.sh",
+        description="GRPO training with VERL. Every setting is a flag or an "
+        "environment variable of the same name in capitals; everything after -- goes to VERL unchanged.",
+    )
     for setting in SETTINGS:
         shown = "" if setting.default is None else f" (default {setting.default})"
-        parser.add_argument(f"--{setting.name}", help=(setting.help + shown).strip(), choices=setting.choices,
-                            metavar=None if setting.choices else setting.name.upper(), type=setting.convert)
+        parser.add_argument(
+            f"--{setting.name}",
+            help=(setting.help + shown).strip(),
+            choices=setting.choices,
+            metavar=None if setting.choices else setting.name.upper(),
+            type=setting.convert,
+        )
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the command, start nothing")
-    parser.add_argument("--allow_changes", action="store_true",
-                        help="continue from a checkpoint although settings differ from those that made it")
+    parser.add_argument(
+        "--allow_changes",
+        action="store_true",
+        help="continue from a checkpoint although settings differ from those that made it",
+    )
     parser.add_argument("--env", help="conda environment or virtual environment to run in (default: the current one)")
     return parser
 
@@ -181,8 +201,16 @@ def training_law(environment: Mapping[str, str], passed: Sequence[str]) -> dict[
         variable = _variable_of(name, environment)
         return _from_environment(by_name[name], variable, environment) if variable else by_name[name].default
 
-    law = {"model": value("model"), "revision": None, "temperature": value("temperature"), "top_p": 1.0, "top_k": 0,
-           "max_new_tokens": value("max_response_length"), "stop": [], "reward": value("reward")}
+    law = {
+        "model": value("model"),
+        "revision": None,
+        "temperature": value("temperature"),
+        "top_p": 1.0,
+        "top_k": 0,
+        "max_new_tokens": value("max_response_length"),
+        "stop": [],
+        "reward": value("reward"),
+    }
     kwargs = dict(value("chat_template_kwargs") or {})
     for override in passed:
         key, _, text = override.lstrip("+").partition("=")

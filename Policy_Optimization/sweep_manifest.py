@@ -29,10 +29,14 @@ from Policy_Optimization.settings import BUDGETS, SETTINGS, training_law  # noqa
 
 STATUSES = ("pending", "running", "finished", "failed", "interrupted")
 IN_TRAINING = {  # entry of the law -> how the training sets it
-    "model": "MODEL", "temperature": "TEMPERATURE", "max_new_tokens": "MAX_RESPONSE_LENGTH", "reward": "REWARD",
-    "chat_template_kwargs": "CHAT_TEMPLATE_KWARGS", "top_p": "actor_rollout_ref.rollout.top_p",
+    "model": "MODEL",
+    "temperature": "TEMPERATURE",
+    "max_new_tokens": "MAX_RESPONSE_LENGTH",
+    "reward": "REWARD",
+    "chat_template_kwargs": "CHAT_TEMPLATE_KWARGS",
+    "top_p": "actor_rollout_ref.rollout.top_p",
     "top_k": "actor_rollout_ref.rollout.top_k",
-}  # fmt: skip
+}
 DEFAULTS = {setting.name: setting.default for setting in SETTINGS}
 
 
@@ -87,8 +91,10 @@ def check_same_law(results: Mapping[str, Any], name: str, training: Mapping[str,
         setting = IN_TRAINING.get(entry, entry)
         differences.append(f"measured with {entry} {json.dumps(there)}, training has {setting} {json.dumps(here)}")
     if differences and not allow_mismatch:
-        raise UserError(f"{name}: {'; '.join(differences)}; measure under the training's law, train under the file's, or pass "
-                        "--allow_mismatch")
+        raise UserError(
+            f"{name}: {'; '.join(differences)}; measure under the training's law, train under the file's, or pass "
+            "--allow_mismatch"
+        )
     return [f"{name}: {'; '.join(differences)}; going on as --allow_mismatch says"] if differences else []
 
 
@@ -156,10 +162,17 @@ def make_plan(sweep_dir: Path, sizes: Sequence[int], seeds: Sequence[int], budge
         known = {(each["group_size"], each["seed"]): each for each in manifest["runs"]}
     for size in sizes:
         for seed in seeds:
-            known.setdefault((size, seed), {
-                "group_size": size, "seed": seed, "run_dir": f"g{size}_seed{seed}", "status": "pending",
-                "exit_code": None, "changed": None,
-            })  # fmt: skip
+            known.setdefault(
+                (size, seed),
+                {
+                    "group_size": size,
+                    "seed": seed,
+                    "run_dir": f"g{size}_seed{seed}",
+                    "status": "pending",
+                    "exit_code": None,
+                    "changed": None,
+                },
+            )
     manifest = {**budgets, "runs": [known[key] for key in sorted(known)]}
     with one_line_errors(sweep_dir, "write"):
         sweep_dir.mkdir(parents=True, exist_ok=True)
@@ -182,14 +195,20 @@ def mark(sweep_dir: Path, run_dir: str, status: str, exit_code: int | None) -> N
 def parse_args(arguments: Sequence[str] | None):
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     split = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = Parser(prog="sweep_group_size.sh", description="One training run for each group size and seed, at a fixed "
-                    "budget of continuations. Other settings of grpo_train.sh are given as environment variables.")
+    parser = Parser(
+        prog="sweep_group_size.sh",
+        description="One training run for each group size and seed, at a fixed "
+        "budget of continuations. Other settings of grpo_train.sh are given as environment variables.",
+    )
     parser.add_argument("action", choices=("plan", "todo", "mark"), help="what the shell script asks for")
     parser.add_argument("--sweep_dir", type=Path, default=Path("outputs/sweep"), help="folder (%(default)s)")
     parser.add_argument("--group_sizes", nargs="+", help="sizes, for example 4 8 16 32 64 128 (the default)")
     parser.add_argument("--recommended", metavar="RESULTS.json", help="take the sizes near the evaluation's G*")
-    parser.add_argument("--allow_mismatch", action="store_true",
-                        help="take a recommendation that was measured under another law than the training's")
+    parser.add_argument(
+        "--allow_mismatch",
+        action="store_true",
+        help="take a recommendation that was measured under another law than the training's",
+    )
     parser.add_argument("--seeds", nargs="+", type=integer(0), default=[0], help="one run each (default 0)")
     for _, name in BUDGETS:
         default = os.environ.get(name.upper(), "").strip() or str(DEFAULTS[name])

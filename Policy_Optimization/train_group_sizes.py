@@ -37,8 +37,15 @@ from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, num
 from Gradient_evaluation.durable_files import write_json  # noqa: E402
 from Gradient_evaluation.group_size_report import budget_table  # noqa: E402
 from Gradient_evaluation.models import check_prompt_length, fingerprint, load_model, load_tokenizer, model_limits  # noqa: E402
-from Gradient_evaluation.sampling import (Continuation, SamplingLaw, decode_text, draw_tokens, eos_token_ids,  # noqa: E402
-                                          log_probs, uniforms)
+from Gradient_evaluation.sampling import (
+    Continuation,
+    SamplingLaw,
+    decode_text,
+    draw_tokens,
+    eos_token_ids,  # noqa: E402
+    log_probs,
+    uniforms,
+)
 from Gradient_evaluation.utils import REWARDS, format_prompt  # noqa: E402
 from plots.plot_group_size import check_law  # noqa: E402
 from plots.plot_tracecov import load_results  # noqa: E402
@@ -86,8 +93,9 @@ def sample_groups(model, tokenizer, prompts: Sequence[list[int]], u: np.ndarray,
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
     seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    output = model(input_ids=ids, attention_mask=seen, position_ids=(seen.cumsum(1) - 1).clamp(min=0), use_cache=True,
-                   logits_to_keep=1)
+    output = model(
+        input_ids=ids, attention_mask=seen, position_ids=(seen.cumsum(1) - 1).clamp(min=0), use_cache=True, logits_to_keep=1
+    )
     cache, seen = output.past_key_values, seen.repeat_interleave(size, dim=0)
     cache.batch_repeat_interleave(size)
     logits = output.logits[:, -1].repeat_interleave(size, dim=0)
@@ -102,16 +110,22 @@ def sample_groups(model, tokenizer, prompts: Sequence[list[int]], u: np.ndarray,
         rows, step, seen = rows[going], step[going], seen[going]  # most answers are far shorter than the longest
         cache.reorder_cache(going.nonzero().squeeze(-1))
         seen = torch.cat([seen, torch.ones_like(seen[:, :1])], dim=1)
-        logits = model(input_ids=step[:, None], attention_mask=seen, position_ids=seen.sum(1, keepdim=True) - 1,
-                       past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        logits = model(
+            input_ids=step[:, None],
+            attention_mask=seen,
+            position_ids=seen.sum(1, keepdim=True) - 1,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
     made = [_continuation(tokenizer, row, eos) for row in drawn.tolist()]
-    return [made[start:start + size] for start in range(0, len(made), size)]
+    return [made[start : start + size] for start in range(0, len(made), size)]
 
 
 def _continuation(tokenizer, tokens: list[int], eos: Sequence[int]) -> Continuation:
     end = next((place for place, token in enumerate(tokens) if token in eos), None)
     text = decode_text(tokenizer, tokens[:end])
-    return Continuation(tuple(tokens if end is None else tokens[:end + 1]), end is not None, text)
+    return Continuation(tuple(tokens if end is None else tokens[: end + 1]), end is not None, text)
 
 
 def weighted_log_probs(model, prompts, continuations, weights: np.ndarray, law: SamplingLaw) -> torch.Tensor:
@@ -140,18 +154,23 @@ def weighted_log_probs(model, prompts, continuations, weights: np.ndarray, law: 
 
 def draw(model, tokenizer, problems, chosen, size: int, law, stream: str, seed: int, first: int):
     """Groups of ``size`` for the chosen problems → continuations [prompt][i], rewards (prompts, size)."""
-    u = np.stack([uniforms(seed, stream, int(problem), first + place * size, size, law.max_new_tokens)
-                  for place, problem in enumerate(chosen)])
+    u = np.stack(
+        [
+            uniforms(seed, stream, int(problem), first + place * size, size, law.max_new_tokens)
+            for place, problem in enumerate(chosen)
+        ]
+    )
     groups = sample_groups(model, tokenizer, [problems[i]["ids"] for i in chosen], u, law)
     score = REWARDS["integer"].score
-    return groups, np.array([[score(c.text, problems[i]["ground_truth"]) for c in group]
-                             for i, group in zip(chosen, groups)])
+    return groups, np.array([[score(c.text, problems[i]["ground_truth"]) for c in group] for i, group in zip(chosen, groups)])
 
 
 def held_out_reward(model, tokenizer, problems, places, samples: int, law, chunk: int = 25) -> float:
     """Mean reward of ``samples`` continuations of each held-out problem; the same random numbers in every run."""
-    parts = [draw(model, tokenizer, problems, places[start:start + chunk], samples, law, "held_out", 0, 0)[1]
-             for start in range(0, len(places), chunk)]
+    parts = [
+        draw(model, tokenizer, problems, places[start : start + chunk], samples, law, "held_out", 0, 0)[1]
+        for start in range(0, len(places), chunk)
+    ]
     return float(np.concatenate(parts).mean())
 
 
@@ -162,22 +181,32 @@ def train(model, tokenizer, problems, group_size: int, seed: int, law, args) -> 
     rewards_of_steps, silent = [], []
     for step in tqdm(range(args.steps), desc=f"G={group_size} seed {seed}", disable=args.quiet or not sys.stderr.isatty()):
         chosen = rng.integers(args.n_train, size=args.budget // group_size)
-        groups, rewards = draw(model, tokenizer, problems, chosen, group_size, law, f"train/{group_size}", seed,
-                               step * args.budget)
+        groups, rewards = draw(
+            model, tokenizer, problems, chosen, group_size, law, f"train/{group_size}", seed, step * args.budget
+        )
         advantages = group_advantages(rewards, "leave_one_out")
         rewards_of_steps.append(float(rewards.mean()))
         silent.append(float((advantages == 0).all(1).mean()))
-        rows = [(problems[i]["ids"], c, a) for i, group, weights in zip(chosen, groups, advantages)
-                for c, a in zip(group, weights) if a != 0]
+        rows = [
+            (problems[i]["ids"], c, a)
+            for i, group, weights in zip(chosen, groups, advantages)
+            for c, a in zip(group, weights)
+            if a != 0
+        ]
         if rows:
             prompts, continuations, weights = zip(*rows)
             optimizer.zero_grad()
             (-weighted_log_probs(model, prompts, continuations, np.array(weights) / args.budget, law)).backward()
             optimizer.step()
     held_out = range(args.n_train, args.n_train + args.n_held_out)
-    return {"G": group_size, "seed": seed, "train_reward": rewards_of_steps, "silent_share": float(np.mean(silent)),
-            "held_out_reward": held_out_reward(model, tokenizer, problems, held_out, args.eval_samples, law),
-            "seconds": round(time.perf_counter() - began, 1)}
+    return {
+        "G": group_size,
+        "seed": seed,
+        "train_reward": rewards_of_steps,
+        "silent_share": float(np.mean(silent)),
+        "held_out_reward": held_out_reward(model, tokenizer, problems, held_out, args.eval_samples, law),
+        "seconds": round(time.perf_counter() - began, 1),
+    }
 
 
 def summarise(runs: dict, sizes: Sequence[int], budget: int, law: dict | None) -> list[dict]:
@@ -187,24 +216,33 @@ def summarise(runs: dict, sizes: Sequence[int], budget: int, law: dict | None) -
     for size in sizes:
         mine = [entry for entry in runs.values() if entry["G"] == size]
         rewards = np.array([entry["held_out_reward"] for entry in mine])
-        rows.append({
-            "G": size, "B": budget // size, "seeds": len(mine), "held_out_reward": float(rewards.mean()),
-            "standard_error": float(rewards.std(ddof=1) / len(mine)**0.5) if len(mine) > 1 else None,
-            "train_reward": float(np.mean([entry["train_reward"] for entry in mine])),
-            "silent_share": float(np.mean([entry["silent_share"] for entry in mine])),
-            "predicted_mse": predicted.get(size),
-        })
+        rows.append(
+            {
+                "G": size,
+                "B": budget // size,
+                "seeds": len(mine),
+                "held_out_reward": float(rewards.mean()),
+                "standard_error": float(rewards.std(ddof=1) / len(mine) ** 0.5) if len(mine) > 1 else None,
+                "train_reward": float(np.mean([entry["train_reward"] for entry in mine])),
+                "silent_share": float(np.mean([entry["silent_share"] for entry in mine])),
+                "predicted_mse": predicted.get(size),
+            }
+        )
     return rows
 
 
 def table(rows: list[dict], start: float) -> str:
-    lines = [f"mean reward on held-out problems; {start:.4f} before training",
-             f"{'G':>4} {'B':>4} {'predicted MSE':>14} {'silent':>7} {'reward in training':>19}   held-out reward"]
+    lines = [
+        f"mean reward on held-out problems; {start:.4f} before training",
+        f"{'G':>4} {'B':>4} {'predicted MSE':>14} {'silent':>7} {'reward in training':>19}   held-out reward",
+    ]
     for row in rows:
         mse = "-" if row["predicted_mse"] is None else f"{row['predicted_mse']:.4g}"
         error = "" if row["standard_error"] is None else f" +- {row['standard_error']:.4f}"
-        lines.append(f"{row['G']:>4} {row['B']:>4} {mse:>14} {row['silent_share']:>7.1%} {row['train_reward']:>19.4f}   "
-                     f"{row['held_out_reward']:.4f}{error} ({row['seeds']} seeds)")
+        lines.append(
+            f"{row['G']:>4} {row['B']:>4} {mse:>14} {row['silent_share']:>7.1%} {row['train_reward']:>19.4f}   "
+            f"{row['held_out_reward']:.4f}{error} ({row['seeds']} seeds)"
+        )
     return "\n".join(lines)
 
 
@@ -213,8 +251,11 @@ def load_law(path: str, settings: dict) -> dict:
     results = load_results(path)
     check_law(results.get("group_size_law"), path)
     measured = results.get("law") or {}
-    other = [name for name in ("temperature", "top_p", "max_new_tokens", "model_fingerprint")
-             if name in measured and measured[name] != settings[name]]
+    other = [
+        name
+        for name in ("temperature", "top_p", "max_new_tokens", "model_fingerprint")
+        if name in measured and measured[name] != settings[name]
+    ]
     if other:
         print(f"note: {path} was measured with another {', '.join(other)} than these runs", file=sys.stderr)
     return results["group_size_law"]
@@ -249,8 +290,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         problem["ids"] = format_prompt(tokenizer, problem["prompt"])
     longest = max((problem["ids"] for problem in problems), key=len)
     check_prompt_length(model_limits(args.model, None)[0], longest, args.max_new_tokens)
-    same = ("budget", "steps", "optimizer", "learning_rate", "n_train", "n_held_out", "eval_samples", "temperature",
-            "top_p", "max_new_tokens")
+    same = (
+        "budget",
+        "steps",
+        "optimizer",
+        "learning_rate",
+        "n_train",
+        "n_held_out",
+        "eval_samples",
+        "temperature",
+        "top_p",
+        "max_new_tokens",
+    )
     settings = {**{name: getattr(args, name) for name in same}, "model_fingerprint": fingerprint(start)}
     predicted = load_law(args.results, settings) if args.results else None
     saved = load_runs(Path(args.out), settings, args.overwrite)

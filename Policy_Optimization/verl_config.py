@@ -29,8 +29,7 @@ INSTALL = 'pip install "verl==0.9.1" "TransferQueue>=0.1.10" cachetools uvicorn 
 RUNTIME = {"transfer_queue": "TransferQueue>=0.1.10", **{name: name for name in ("cachetools", "uvicorn", "fastapi")}}
 ATTENTION = ("flash_attn", "kernels")  # either gives transformers flash_attention_2
 VLLM_LARGEST_LORA_RANK = 512
-DEAD_REWARD_KEYS = {"reward_manager": "reward_manager.name", "enable": "reward_model.enable",
-                    "num_workers": "num_workers"}  # fmt: skip
+DEAD_REWARD_KEYS = {"reward_manager": "reward_manager.name", "enable": "reward_model.enable", "num_workers": "num_workers"}
 GROUP_ESTIMATORS = ("grpo", "rloo", "opo", "gdpo")  # compare the continuations of one prompt
 
 
@@ -70,8 +69,11 @@ def compose(overrides: Sequence[str]) -> Any:
         reason = " ".join(f"{error} {error.__cause__ or ''}".split())
         if unknown := re.match(r"Could not override '([^']+)'", reason):
             near = difflib.get_close_matches(unknown[1], default_leaves(), 1)
-            raise UserError(f"{unknown[1]}: VERL has no such key" + (f"; is it {near[0]}?" if near else "")
-                            + f" (+{unknown[1]}=... adds one)") from None
+            raise UserError(
+                f"{unknown[1]}: VERL has no such key"
+                + (f"; is it {near[0]}?" if near else "")
+                + f" (+{unknown[1]}=... adds one)"
+            ) from None
         raise UserError(f"VERL's configuration: {reason[:300]}") from None
 
 
@@ -148,15 +150,17 @@ def check_names(cfg: Any) -> None:
     loggers = [cfg.trainer.logger] if isinstance(cfg.trainer.logger, str) else cfg.trainer.logger
     choices = [
         ("algorithm.adv_estimator", cfg.algorithm.adv_estimator, ADV_ESTIMATOR_REGISTRY),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode", cfg.actor_rollout_ref.actor.policy_loss.loss_mode,
-         POLICY_LOSS_REGISTRY),
-        ("actor_rollout_ref.rollout.name", cfg.actor_rollout_ref.rollout.name,
-         {name for name, _ in _ROLLOUT_REGISTRY}),
+        (
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            cfg.actor_rollout_ref.actor.policy_loss.loss_mode,
+            POLICY_LOSS_REGISTRY,
+        ),
+        ("actor_rollout_ref.rollout.name", cfg.actor_rollout_ref.rollout.name, {name for name, _ in _ROLLOUT_REGISTRY}),
         ("trainer.resume_mode", cfg.trainer.resume_mode, ("auto", "disable", "resume_path")),
         ("data.truncation", cfg.data.truncation, ("error", "left", "right", "middle")),
         ("trainer.v1.trainer_mode", cfg.trainer.v1.trainer_mode, ("sync", "colocate_async", "separate_async")),
         *(("trainer.logger", name, Tracking.supported_backend) for name in loggers),
-    ]  # fmt: skip
+    ]
     for key, value, known in choices:
         if value not in known:
             raise UserError(f"{key}={value}: unknown to VERL; use one of {', '.join(sorted(map(str, known)))}")
@@ -188,8 +192,10 @@ def check_batches(cfg: Any, by_budget: bool = True) -> None:
     prompts, part = cfg.data.train_batch_size, actor.ppo_mini_batch_size
     fix = f"; these fit: {fitting_flags(cfg, prompts, by_budget)}"
     if prompts % part:
-        raise UserError(f"--mini_batch_size {part} does not divide --train_batch_size {prompts} (unless they are given, they "
-                        f"are --update_budget / G and --budget / G){fix}")
+        raise UserError(
+            f"--mini_batch_size {part} does not divide --train_batch_size {prompts} (unless they are given, they "
+            f"are --update_budget / G and --budget / G){fix}"
+        )
     ranks = cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes // _sequence_parallel(actor)
     if not actor.use_dynamic_bsz:
         for name, micro, prompts in (
@@ -268,10 +274,14 @@ def check_token_budgets(cfg: Any) -> None:
 
     worker, tokens = cfg.actor_rollout_ref, cfg.data.max_prompt_length + cfg.data.max_response_length
     if worker.actor.use_dynamic_bsz != worker.rollout.log_prob_use_dynamic_bsz:
-        raise UserError(f"actor_rollout_ref.rollout.log_prob_use_dynamic_bsz={worker.rollout.log_prob_use_dynamic_bsz}: VERL "
-                        f"wants it to be actor_rollout_ref.actor.use_dynamic_bsz={worker.actor.use_dynamic_bsz}")
-    budgets = [("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", worker.actor.use_dynamic_bsz, worker.actor),
-               ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", worker.actor.use_dynamic_bsz, worker.actor)]
+        raise UserError(
+            f"actor_rollout_ref.rollout.log_prob_use_dynamic_bsz={worker.rollout.log_prob_use_dynamic_bsz}: VERL "
+            f"wants it to be actor_rollout_ref.actor.use_dynamic_bsz={worker.actor.use_dynamic_bsz}"
+        )
+    budgets = [
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", worker.actor.use_dynamic_bsz, worker.actor),
+        ("actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu", worker.actor.use_dynamic_bsz, worker.actor),
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it says each time that there is no critic
         reference, critic = need_reference_policy(cfg), need_critic(cfg)
@@ -279,14 +289,18 @@ def check_token_budgets(cfg: Any) -> None:
         key = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
         budgets.append((key, worker.ref.log_prob_use_dynamic_bsz, worker.ref))
     if critic:
-        budgets += [(f"critic.{name}", cfg.critic.use_dynamic_bsz, cfg.critic)
-                    for name in ("ppo_max_token_len_per_gpu", "ppo_infer_max_token_len_per_gpu")]
+        budgets += [
+            (f"critic.{name}", cfg.critic.use_dynamic_bsz, cfg.critic)
+            for name in ("ppo_max_token_len_per_gpu", "ppo_infer_max_token_len_per_gpu")
+        ]
     for key, dynamic, part in budgets:
         limit, shared = OmegaConf.select(cfg, key), _sequence_parallel(part)
         if dynamic and limit is not None and limit * shared < tokens:
             by = f" x {shared} GPUs that share a sequence" if shared > 1 else ""
-            raise UserError(f"{key}={limit}{by}: prompt and response have up to {tokens} tokens, and use_dynamic_bsz cuts none "
-                            f"of them; raise it to {-(-tokens // shared)} or more, or lower --max_response_length")
+            raise UserError(
+                f"{key}={limit}{by}: prompt and response have up to {tokens} tokens, and use_dynamic_bsz cuts none "
+                f"of them; raise it to {-(-tokens // shared)} or more, or lower --max_response_length"
+            )
 
 
 def _sequence_parallel(part: Any) -> int:

@@ -39,13 +39,7 @@ KINDS = ("two_step", "three_step", "multiplication", "division", "parentheses")
 STYLES = ("zero_shot", "few_shot")
 EASY_SHARE = 0.7  # of the draws; the rest spread from easy to hard for a model of any size
 INSTRUCTION = "Reply with one integer."
-WORKED_EXAMPLES = (
-    ("14 + 9 - 6", 17),
-    ("8 - 15 + 5 - 2", -4),
-    ("7 * 12", 84),
-    ("96 / 12", 8),
-    ("18 - (7 + 5)", 6),
-)
+WORKED_EXAMPLES = (("14 + 9 - 6", 17), ("8 - 15 + 5 - 2", -4), ("7 * 12", 84), ("96 / 12", 8), ("18 - (7 + 5)", 6))
 # multiplication and division have the fewest problems: 98 * 19 each, less the worked example
 MAX_PROBLEMS = len(KINDS) * (98 * 19 - 1)
 

@@ -67,10 +67,17 @@ class Kind(NamedTuple):
 KINDS = {
     "arithmetic": Kind("prompt", "ground_truth", "", "integer", "arithmetic", "arithmetic", None),
     "gsm8k": Kind("question", "answer", GSM8K_REQUEST, "integer", "openai/gsm8k", "math", ("openai/gsm8k", "main")),
-    "math": Kind("problem", "solution", MATH_REQUEST, "math", "DigitalLearningGmbH/MATH-lighteval", "math",
-                 ("DigitalLearningGmbH/MATH-lighteval", None)),
+    "math": Kind(
+        "problem",
+        "solution",
+        MATH_REQUEST,
+        "math",
+        "DigitalLearningGmbH/MATH-lighteval",
+        "math",
+        ("DigitalLearningGmbH/MATH-lighteval", None),
+    ),
     "jsonl": Kind("prompt", "ground_truth", "", "integer", "custom", "custom", None),
-}  # fmt: skip
+}
 
 
 class Problem(NamedTuple):
@@ -182,11 +189,15 @@ def _messages(prompt: Any, request: str, where: str, tools: Any = None) -> Messa
 def refuse_for_verl(messages: str | Messages, tools: Any) -> None:
     """UserError for what VERL 0.9.1 cannot carry: tools of one row, and an answer that is to be continued."""
     if tool_schemas(tools):
-        raise UserError("the row has tools, and VERL 0.9.1 never reads them there (data.tool_config_path is for all rows); "
-                        "remove the column tools, or write them into the system message")
+        raise UserError(
+            "the row has tools, and VERL 0.9.1 never reads them there (data.tool_config_path is for all rows); "
+            "remove the column tools, or write them into the system message"
+        )
     if not isinstance(messages, str) and messages[-1]["role"] == "assistant":
-        raise UserError("the prompt ends with a message of the assistant, and VERL 0.9.1 begins another one instead of "
-                        "continuing it; remove that message")
+        raise UserError(
+            "the prompt ends with a message of the assistant, and VERL 0.9.1 begins another one instead of "
+            "continuing it; remove that message"
+        )
 
 
 def load_chat_tokenizer(model: str):
@@ -199,8 +210,9 @@ def load_chat_tokenizer(model: str):
     return tokenizer
 
 
-def split_by_length(problems: Sequence[Problem], tokenizer, limit: int,
-                    kwargs: Mapping[str, Any] = {}) -> tuple[list[Problem], list[Problem]]:  # noqa: B006: never changed
+def split_by_length(
+    problems: Sequence[Problem], tokenizer, limit: int, kwargs: Mapping[str, Any] = {}
+) -> tuple[list[Problem], list[Problem]]:  # noqa: B006: never changed
     """(problems of at most ``limit`` prompt tokens, the longer ones), counted as VERL counts them.
 
     kwargs: variables of the chat template.
@@ -244,9 +256,13 @@ def as_verl_reads(problems: dict[str, list[Problem]]) -> dict[str, list[Problem]
     import pyarrow
 
     kind = prompt_type([problem for rows in problems.values() for problem in rows])
-    return {split: [problem._replace(messages=messages) for problem, messages in
-                    zip(rows, pyarrow.array([problem.messages for problem in rows], type=kind).to_pylist())]
-            for split, rows in problems.items()}  # fmt: skip
+    return {
+        split: [
+            problem._replace(messages=messages)
+            for problem, messages in zip(rows, pyarrow.array([problem.messages for problem in rows], type=kind).to_pylist())
+        ]
+        for split, rows in problems.items()
+    }
 
 
 def to_parquet(problems: Sequence[Problem], split: str, form: Kind, data_source: str, reward: str) -> bytes:
@@ -255,14 +271,16 @@ def to_parquet(problems: Sequence[Problem], split: str, form: Kind, data_source:
     import pyarrow.parquet
 
     text = pyarrow.string()
-    schema = pyarrow.schema({
-        "data_source": text,
-        "prompt": prompt_type(problems),
-        "ability": text,
-        "reward_model": pyarrow.struct({"style": text, "ground_truth": text}),
-        "extra_info": pyarrow.struct({"split": text, "index": pyarrow.int64(), "reward": text}),
-        "ground_truth": text,
-    })  # fmt: skip
+    schema = pyarrow.schema(
+        {
+            "data_source": text,
+            "prompt": prompt_type(problems),
+            "ability": text,
+            "reward_model": pyarrow.struct({"style": text, "ground_truth": text}),
+            "extra_info": pyarrow.struct({"split": text, "index": pyarrow.int64(), "reward": text}),
+            "ground_truth": text,
+        }
+    )
     rows = [
         {
             "data_source": data_source,
@@ -301,11 +319,13 @@ def parse_args(arguments: Sequence[str] | None):
     parser.add_argument("--data_source", help="name of the data in VERL's metrics (default: that of the kind)")
     parser.add_argument("--model", help="count prompts in this model's tokens, against --max_prompt_length")
     parser.add_argument("--max_prompt_length", type=integer(1), default=512, help="tokens (%(default)s)")
-    parser.add_argument(FLAG, type=json_object, default={}, metavar="JSON",
-                        help="variables of its chat template; give the launcher the same")  # fmt: skip
+    parser.add_argument(
+        FLAG, type=json_object, default={}, metavar="JSON", help="variables of its chat template; give the launcher the same"
+    )
     parser.add_argument("--overlong", choices=("refuse", "drop"), default="refuse", help="longer prompts (%(default)s)")
-    parser.add_argument("--unusable", choices=("refuse", "drop"), default="refuse",
-                        help="answers the reward cannot use (%(default)s)")  # fmt: skip
+    parser.add_argument(
+        "--unusable", choices=("refuse", "drop"), default="refuse", help="answers the reward cannot use (%(default)s)"
+    )
     parser.add_argument("--drop_shared", action="store_true", help="leave prompts that are in validation out of train")
     parser.add_argument("--out_dir", type=Path, help="folder for the two files (default outputs/parquet/KIND)")
     return parser.parse_args(arguments)
@@ -334,8 +354,10 @@ def load_both(options) -> dict[str, list[Problem]]:
             raise UserError(f"--val_size {options.val_size}: {sources['train']} has {len(problems['train'])} rows")
         held_out = set(random.Random(options.seed).sample(range(len(problems["train"])), options.val_size))
         rows = problems["train"]
-        problems = {"train": [row for number, row in enumerate(rows) if number not in held_out],
-                    "val": [rows[number] for number in sorted(held_out)]}  # fmt: skip
+        problems = {
+            "train": [row for number, row in enumerate(rows) if number not in held_out],
+            "val": [rows[number] for number in sorted(held_out)],
+        }
     return problems
 
 
@@ -384,8 +406,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     with one_line_errors(out_dir, "write"):
         out_dir.mkdir(parents=True, exist_ok=True)
-    written = {split: to_parquet(rows, split, form, options.data_source, options.reward)
-               for split, rows in problems.items()}  # fmt: skip
+    written = {split: to_parquet(rows, split, form, options.data_source, options.reward) for split, rows in problems.items()}
     for split, data in written.items():
         write_bytes_atomic(out_dir / f"{split}.parquet", data)
         print(f"{len(problems[split])} rows in {out_dir / f'{split}.parquet'}")

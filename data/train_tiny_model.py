@@ -181,9 +181,7 @@ def train(model, tokenizer, steps: int, batch_size: int, learning_rate: float, s
         torch.optim.AdamW(others, 0.4 * learning_rate, betas=(0.9, 0.98), weight_decay=0),
     ]
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: min((step + 1) / (0.05 * steps), 1 - step / steps)
-        )
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / (0.05 * steps), 1 - step / steps))
         for optimizer in optimizers
     ]
     losses: list[float] = []
@@ -212,9 +210,7 @@ def save(model, tokenizer, folder: Path) -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
-    )
+    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -243,9 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         began = time.perf_counter()
         tokenizer = make_tokenizer()
         model = make_model(tokenizer)
-        loss = train(
-            model, tokenizer, options.steps, options.batch_size, options.learning_rate, options.seed, options.quiet
-        )
+        loss = train(model, tokenizer, options.steps, options.batch_size, options.learning_rate, options.seed, options.quiet)
         save(model, tokenizer, Path(staging.name))
         files = sorted(Path(staging.name).iterdir())
         size = sum(file.stat().st_size for file in files)

@@ -55,10 +55,16 @@ def execute(environment: Mapping[str, str], folder: Path = NOTEBOOK.parent):
             **({} if os.name == "nt" else {"transport": "ipc"}),  # files in that folder instead of ports
         )
         try:
-            with tqdm(desc="notebook", total=len(notebook.cells), unit="cell", leave=False,
-                      disable=not sys.stderr.isatty()) as bar:
-                client = NotebookClient(notebook, km=manager, timeout=None, resources={"metadata": {"path": str(folder)}},
-                                        on_cell_complete=lambda cell, cell_index: bar.update(cell_index + 1 - bar.n))
+            with tqdm(
+                desc="notebook", total=len(notebook.cells), unit="cell", leave=False, disable=not sys.stderr.isatty()
+            ) as bar:
+                client = NotebookClient(
+                    notebook,
+                    km=manager,
+                    timeout=None,
+                    resources={"metadata": {"path": str(folder)}},
+                    on_cell_complete=lambda cell, cell_index: bar.update(cell_index + 1 - bar.n),
+                )
                 client.execute(env={**os.environ, **environment})
         except CellExecutionError as error:
             if error.ename == "UserError":
@@ -72,10 +78,21 @@ def execute(environment: Mapping[str, str], folder: Path = NOTEBOOK.parent):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="make_report.py", description="Every picture of a run in one HTML file.")
-    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json",
-                        help="results of run_tracecov.py; more than one: drawn beside the first")
-    parser.add_argument("--training", nargs="+", type=Path, default=[], metavar="SOURCE",
-                        help="training runs, as plot_training.py takes them (group_sizes.json beside the results)")
+    parser.add_argument(
+        "results",
+        nargs="+",
+        type=Path,
+        metavar="RESULTS.json",
+        help="results of run_tracecov.py; more than one: drawn beside the first",
+    )
+    parser.add_argument(
+        "--training",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="SOURCE",
+        help="training runs, as plot_training.py takes them (group_sizes.json beside the results)",
+    )
     parser.add_argument("--out", type=Path, help="file to write (report_NAME.html beside the first results)")
     flags = parser.parse_args(arguments)
     reported, *_ = [load_results(path) for path in flags.results]
@@ -89,11 +106,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import nbclient, nbconvert  # noqa: E401, F401
     except ImportError as error:
         raise UserError(f"the report needs the package {error.name}; pip install -r requirements.txt") from None
-    notebook = execute({
-        "RESULTS": str(first),
-        "COMPARE": os.pathsep.join(map(str, others)),
-        "TRAINING": os.pathsep.join(str(path.resolve()) for path in flags.training),
-    })  # fmt: skip
+    notebook = execute(
+        {
+            "RESULTS": str(first),
+            "COMPARE": os.pathsep.join(map(str, others)),
+            "TRAINING": os.pathsep.join(str(path.resolve()) for path in flags.training),
+        }
+    )
     with one_line_errors(out, "write"):
         out.parent.mkdir(parents=True, exist_ok=True)
     title = f"GRPO gradient estimates: {in_one_line(reported, otherwise=name)}"

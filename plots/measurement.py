@@ -93,9 +93,14 @@ def load_measurement(path: str | Path, grams: str | Path | None = None, compare_
     label, compare_at = path.stem.removeprefix("tracecov_"), compare_at or min(results["K_list"])
     folder = _grams_folder(path, results, grams)
     if folder is None:
-        return Measurement(label, results, f"there are no Grams beside {path.name}, and this picture needs them",
-                           compared_sizes=results["K_list"], compared=results.get("estimators") or {},
-                           reasons=results.get("reasons") or {})  # fmt: skip
+        return Measurement(
+            label,
+            results,
+            f"there are no Grams beside {path.name}, and this picture needs them",
+            compared_sizes=results["K_list"],
+            compared=results.get("estimators") or {},
+            reasons=results.get("reasons") or {},
+        )
     scores: list[Scores] = []
     moments = estimators.reduce_prompts(_passing(folder, scores), [compare_at], list(ESTIMATORS))
     seed = (results.get("bootstrap") or {}).get("seed", 0)

@@ -62,8 +62,10 @@ def plot_ratio(measured: Measurement, ax=None):
     """MSE of GRPO over that of the oracle against K, measured, and 1 + c/(K-1) fitted to it."""
     ax = new_ax(ax)
     sizes, ratios, intervals = ratios_by_size(measured)
-    bars = [[0.0 if i is None else max(0.0, sign * (i[end] - r)) for r, i in zip(ratios, intervals)]
-            for end, sign in ((0, -1), (1, 1))]  # fmt: skip
+    bars = [
+        [0.0 if i is None else max(0.0, sign * (i[end] - r)) for r, i in zip(ratios, intervals)]
+        for end, sign in ((0, -1), (1, 1))
+    ]
     ax.errorbar(sizes, ratios, yerr=bars, capsize=3, linestyle="", marker="o", color=COLOURS[0], label="measured")
     c, smooth = fit_ratio_law(sizes, ratios), np.geomspace(min(sizes), max(sizes), 200)
     ax.plot(smooth, 1 + c / (smooth - 1), color=COLOURS[1], linestyle="--", label=f"fitted: 1 + {c:.3g}/(K-1)")
@@ -141,8 +143,17 @@ def plot_estimators(measured: Measurement, ax=None, quantity: str = FAIR):
         value, interval = known[name][quantity][0] / unit, np.array(known[name][f"{quantity}_ci95"][0] or [np.nan] * 2) / unit
         colour = CURVES[name].colour if name in CURVES else "black"
         bars = np.maximum(0.0, np.array([[value - interval[0]], [interval[1] - value]]))
-        ax.errorbar([value], [place], xerr=np.nan_to_num(bars), capsize=2, elinewidth=1, color=colour, marker="o",
-                    markersize=5, markerfacecolor=colour if known[name]["target"] == "theta" else "white")  # fmt: skip
+        ax.errorbar(
+            [value],
+            [place],
+            xerr=np.nan_to_num(bars),
+            capsize=2,
+            elinewidth=1,
+            color=colour,
+            marker="o",
+            markersize=5,
+            markerfacecolor=colour if known[name]["target"] == "theta" else "white",
+        )
     if "grpo" in known:
         ax.axvline(known["grpo"][quantity][0] / unit, color=CURVES["grpo"].colour, linestyle="--", linewidth=1)
     for text, filling in (("estimates the gradient", "black"), ("a rescaled gradient", "white")):

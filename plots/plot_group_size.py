@@ -57,8 +57,10 @@ def check_law(law: dict | None, name: str) -> None:
     if len({len(values) for values in lists}) != 1 or min(curve["G"], default=0) < 2:
         raise UserError(f"{name}: the lists of its group_size_law's curve do not belong together")
     if not max(curve["mse_times_N"]) > 0:  # with few prompts the noise of c1 and c2 may outweigh all
-        raise UserError(f"{name}: no predicted MSE of its group_size_law is above 0, so there is nothing to draw; measure more "
-                        "prompts (--T)")
+        raise UserError(
+            f"{name}: no predicted MSE of its group_size_law is above 0, so there is nothing to draw; measure more "
+            "prompts (--T)"
+        )
     band = curve.get("ci95")
     if band is not None and not (isinstance(band, list) and len(band) == len(curve["G"]) and all(map(_is_pair, band))):
         raise UserError(f"{name}: the ci95 of its group_size_law's curve does not hold an interval for each G")
@@ -114,8 +116,14 @@ def _line(ax, sizes: list, values: list, look: Curve, width: float) -> None:
 def _draw_range(ax, law: dict, largest: int) -> None:
     if law.get("within_10_percent") is not None:
         low, high = law["within_10_percent"]
-        ax.axvspan(min(low, largest), min(high, largest), color="#E69F00", alpha=0.15, linewidth=0,
-                   label=f"within 10% of the least: {low} to {high}")  # fmt: skip
+        ax.axvspan(
+            min(low, largest),
+            min(high, largest),
+            color="#E69F00",
+            alpha=0.15,
+            linewidth=0,
+            label=f"within 10% of the least: {low} to {high}",
+        )
 
 
 def _mark(ax, sizes: list, values: list, place: float, marker: str, colour: str, label: str) -> None:
@@ -123,8 +131,17 @@ def _mark(ax, sizes: list, values: list, place: float, marker: str, colour: str,
     inside = sizes[0] <= place <= sizes[-1]
     nearest = min(range(len(sizes)), key=lambda i: abs(sizes[i] - place))
     filling = colour if marker == "o" else "none"
-    ax.plot([place] if inside else [], [values[nearest]] if inside else [], color=colour, marker=marker, linestyle="",
-            markersize=8, markerfacecolor=filling, zorder=5, label=label.format(place))  # fmt: skip
+    ax.plot(
+        [place] if inside else [],
+        [values[nearest]] if inside else [],
+        color=colour,
+        marker=marker,
+        linestyle="",
+        markersize=8,
+        markerfacecolor=filling,
+        zorder=5,
+        label=label.format(place),
+    )
 
 
 def _mark_best(ax, law: dict, sizes: list, values: list) -> None:

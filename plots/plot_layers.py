@@ -43,8 +43,12 @@ def places_of(modules: Sequence[str]) -> list[Place]:
     parts = [re.fullmatch(r"(.*?)\.(\d+)(?:\.(.*))?", name) for name in modules]
     stacks = Counter(part[1] for part in parts if part)
     stack = stacks.most_common(1)[0][0] if stacks else None
-    return [Place(int(part[2]), re.sub(r"\.\d+(?=\.|$)", "", part[3] or "layer")) if part and part[1] == stack
-            else Place(None, part[1] if part else name) for name, part in zip(modules, parts)]  # fmt: skip
+    return [
+        Place(int(part[2]), re.sub(r"\.\d+(?=\.|$)", "", part[3] or "layer"))
+        if part and part[1] == stack
+        else Place(None, part[1] if part else name)
+        for name, part in zip(modules, parts)
+    ]
 
 
 def shortest_names(names: Sequence[str]) -> dict[str, str]:
@@ -66,19 +70,21 @@ def traces_by_place(results: dict, group_size: int) -> tuple[list[Place], dict[s
     """Every module's place, and {naive, grpo, oracleV: (modules,) MSE} at K = ``group_size``."""
     found, sizes = results.get("by_layer"), results["K_list"]
     if not isinstance(found, dict):
-        raise UserError("the results hold no traces by module; measure again with --by_layer, into another --save_json "
-                        "folder")  # fmt: skip
+        raise UserError("the results hold no traces by module; measure again with --by_layer, into another --save_json folder")
     if group_size not in sizes:
-        raise UserError(f"the traces by module are of K = {', '.join(map(str, sizes))}, not of {group_size}; "
-                        "choose one of these")  # fmt: skip
+        raise UserError(
+            f"the traces by module are of K = {', '.join(map(str, sizes))}, not of {group_size}; choose one of these"
+        )
     try:
         values = {name: np.array(found["trace_cov"][name][sizes.index(group_size)], float) for name in PUBLISHED}
         if any(each.shape != (len(found["modules"]),) for each in values.values()):
             raise ValueError
         return places_of(found["modules"]), values
     except (KeyError, IndexError, TypeError, ValueError):
-        raise UserError("by_layer of the results does not hold a number for each module, estimator and K; write them "
-                        "again with run_tracecov.py") from None  # fmt: skip
+        raise UserError(
+            "by_layer of the results does not hold a number for each module, estimator and K; write them "
+            "again with run_tracecov.py"
+        ) from None
 
 
 def plot_layers(results: dict, group_size: int, ax=None):
@@ -146,9 +152,17 @@ def _draw(ax, x: np.ndarray, values: np.ndarray, look: Curve) -> None:
     where, number = np.unique(x, return_inverse=True)
     sums = np.bincount(number, values, minlength=len(where))
     if len(where):
-        ax.plot(where, np.where(sums > 0, sums, np.nan), color=look.colour, marker=look.marker, linestyle=look.line,
-                markersize=4 if look.line else 6, linewidth=1.2, label=look.label,
-                markevery=max(1, len(where) // 12) if look.line else 1)  # fmt: skip
+        ax.plot(
+            where,
+            np.where(sums > 0, sums, np.nan),
+            color=look.colour,
+            marker=look.marker,
+            linestyle=look.line,
+            markersize=4 if look.line else 6,
+            linewidth=1.2,
+            label=look.label,
+            markevery=max(1, len(where) // 12) if look.line else 1,
+        )
 
 
 def _finish(ax, results: dict, quantity: str, ncols: int) -> None:

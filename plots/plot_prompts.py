@@ -24,9 +24,17 @@ def plot_prompt_traces(measured: Measurement, group_size: int, ax=None):
         trace, look = measured.at(name, group_size).trace, CURVES[name]
         left_out = int((trace <= 0).sum())
         note = f" ({left_out} at 0 or below)" if left_out else ""
-        ax.plot(values[trace > 0], trace[trace > 0], linestyle="", marker=look.marker, color=look.colour, alpha=0.8,
-                markersize=4.5, markerfacecolor=look.colour if name == "grpo" else "none",
-                label=look.label + note)  # fmt: skip
+        ax.plot(
+            values[trace > 0],
+            trace[trace > 0],
+            linestyle="",
+            marker=look.marker,
+            color=look.colour,
+            alpha=0.8,
+            markersize=4.5,
+            markerfacecolor=look.colour if name == "grpo" else "none",
+            label=look.label + note,
+        )
     ax.set_yscale("log")
     if measured.moments.zero_one:
         ax.set_xlim(-0.03, 1.03)
@@ -55,8 +63,19 @@ def plot_variance_shares(measured: Measurement, group_size: int, ax=None):
         heights = np.array([part.value for part in parts])
         ends = np.array([part.interval or (part.value, part.value) for part in parts])
         bars = np.maximum(0.0, [heights - ends[:, 0], ends[:, 1] - heights])
-        ax.bar(np.arange(3) + 0.27 * (place - 1), heights, width=0.25, yerr=bars, capsize=2, color=look.colour,
-               hatch=HATCHES[name], edgecolor="white", linewidth=0, error_kw={"elinewidth": 1}, label=look.label)  # fmt: skip
+        ax.bar(
+            np.arange(3) + 0.27 * (place - 1),
+            heights,
+            width=0.25,
+            yerr=bars,
+            capsize=2,
+            color=look.colour,
+            hatch=HATCHES[name],
+            edgecolor="white",
+            linewidth=0,
+            error_kw={"elinewidth": 1},
+            label=look.label,
+        )
     counts = np.bincount(kinds, minlength=3)
     ranges = (f"V < {low:.3g}", f"{low:.3g} to {high:.3g}", f"V > {high:.3g}")
     names = [f"{name}\n{values}\nn = {count:,}" for name, values, count in zip(DIFFICULTIES, ranges, counts)]

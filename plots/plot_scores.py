@@ -42,10 +42,24 @@ def plot_score_norms(measured: Measurement, ax=None):
         raise UserError("every score is 0: there are no norms to draw")
     classes = [(name, norm_sq[members]) for name, members in reward_classes(rewards)]
     places, means = range(1, len(classes) + 1), np.array([values.mean() for _, values in classes])
-    ax.boxplot([values[values > 0] for _, values in classes], positions=places, whis=(5, 95), showfliers=False,
-               widths=0.5, medianprops={"color": "black"})  # fmt: skip
-    ax.plot(places, np.where(means > 0, means, np.nan), linestyle="", marker="D", markersize=6, color=COLOURS[0],
-            markeredgecolor="black", zorder=4)  # fmt: skip
+    ax.boxplot(
+        [values[values > 0] for _, values in classes],
+        positions=places,
+        whis=(5, 95),
+        showfliers=False,
+        widths=0.5,
+        medianprops={"color": "black"},
+    )
+    ax.plot(
+        places,
+        np.where(means > 0, means, np.nan),
+        linestyle="",
+        marker="D",
+        markersize=6,
+        color=COLOURS[0],
+        markeredgecolor="black",
+        zorder=4,
+    )
     ax.set_yscale("log")
     ax.set_xticks(places, [_of_class(*each) for each in classes])
     ax.set_xlabel("reward of the continuation")
@@ -77,19 +91,35 @@ def plot_best_baselines(measured: Measurement, group_size: int, ax=None):
     best = np.array([best_baseline(each) for each in measured.scores])
     grpo, vanilla = (measured.at(name, group_size).trace for name in ("grpo", "naive"))
     equal = np.isclose(grpo, vanilla, rtol=1e-9, atol=0)
-    kinds = ((~equal & (grpo > vanilla), "s", CURVES["naive"].colour, "noisier than"),
-             (~equal & (grpo < vanilla), "o", CURVES["grpo"].colour, "less noisy than"),
-             (equal, "x", "black", "as noisy as"))  # fmt: skip
+    kinds = (
+        (~equal & (grpo > vanilla), "s", CURVES["naive"].colour, "noisier than"),
+        (~equal & (grpo < vanilla), "o", CURVES["grpo"].colour, "less noisy than"),
+        (equal, "x", "black", "as noisy as"),
+    )
     low, high = (0.0, 1.0) if measured.moments.zero_one else (min(0.0, values.min()), max(0.0, values.max()))
     for edge, beyond in ((high, low), (low, high)):  # below V/2 where V is above 0, above V/2 where V is below 0
         if edge != 0:
-            ax.fill_between([0, edge], [0, edge / 2], beyond, color="#999999", alpha=0.25, linewidth=0,
-                            label="V(x) worse than no baseline" if edge == high else None)  # fmt: skip
+            ax.fill_between(
+                [0, edge],
+                [0, edge / 2],
+                beyond,
+                color="#999999",
+                alpha=0.25,
+                linewidth=0,
+                label="V(x) worse than no baseline" if edge == high else None,
+            )
     ax.plot([low, high], [low, high], color="black", linewidth=1, label="Assumption 2 holds: b* = V(x)")
     for chosen, marker, colour, text in kinds if equal.any() else kinds[:2]:
-        ax.plot(values[chosen], best[chosen], linestyle="", marker=marker, color=colour, markersize=4.5,
-                markerfacecolor="none" if marker == "o" else colour,
-                label=f"GRPO {text} vanilla ({chosen.sum()} of {len(values)})")  # fmt: skip
+        ax.plot(
+            values[chosen],
+            best[chosen],
+            linestyle="",
+            marker=marker,
+            color=colour,
+            markersize=4.5,
+            markerfacecolor="none" if marker == "o" else colour,
+            label=f"GRPO {text} vanilla ({chosen.sum()} of {len(values)})",
+        )
     ax.set_xlabel(f"{measured.value_label}\n(n = {len(values):,} prompts, K = {group_size})")
     ax.set_ylabel("best baseline b*(x)")
     finish(ax, loc="lower center", bbox_to_anchor=(0.4, 1.0))
@@ -106,8 +136,7 @@ def plot_on_policy_check(measured: Measurement, ax=None):
     if check.get("ratio") is None:
         raise UserError("the results hold no on-policy check")
     values = np.sort(moments.score_mean_sq / moments.score_norm_sq[:, 0].mean())
-    ax.plot(np.arange(1, len(values) + 1), values, linestyle="", marker="o", markersize=3, color=COLOURS[0],
-            label="one prompt")  # fmt: skip
+    ax.plot(np.arange(1, len(values) + 1), values, linestyle="", marker="o", markersize=3, color=COLOURS[0], label="one prompt")
     ratio, error = check["ratio"], check.get("standard_error")
     if error is not None:
         ax.axhspan(ratio - 1.96 * error, ratio + 1.96 * error, color=COLOURS[1], alpha=0.25, linewidth=0)

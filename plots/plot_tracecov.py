@@ -26,8 +26,19 @@ if __name__ == "__main__":
 
 from Gradient_evaluation.cli import Parser, UserError, run  # noqa: E402
 from plots.describe import describe, describe_each  # noqa: E402
-from plots.style import (CURVES, Curve, finish, group_size_axis, name_of, new_ax, new_figure, note,  # noqa: E402
-                         numbered, save_figure, short_lines)
+from plots.style import (
+    CURVES,
+    Curve,
+    finish,
+    group_size_axis,
+    name_of,
+    new_ax,
+    new_figure,
+    note,  # noqa: E402
+    numbered,
+    save_figure,
+    short_lines,
+)
 
 PUBLISHED = ("naive", "grpo", "oracleV")
 FLOOR = "best_baseline"
@@ -136,12 +147,23 @@ def _draw(ax, places: list[float], look: Curve, values: list, intervals: list, l
         return False
     shown = [v if v is not None and (v > 0 or not log_y) else math.nan for v in values]
     # Results of an older version may have intervals that leave out the mean; a bar cannot point inwards.
-    bars = [[0.0 if i is None else max(0.0, sign * (i[end] - v)) for v, i in zip(shown, intervals)]
-            for end, sign in ((0, -1), (1, 1))]  # fmt: skip
+    bars = [
+        [0.0 if i is None else max(0.0, sign * (i[end] - v)) for v, i in zip(shown, intervals)]
+        for end, sign in ((0, -1), (1, 1))
+    ]
     ax.errorbar(
-        places, shown, yerr=bars, capsize=3, color=look.colour, marker=look.marker, linestyle=look.line,
-        markersize=5, linewidth=1.5, elinewidth=1, label=look.label,
-    )  # fmt: skip
+        places,
+        shown,
+        yerr=bars,
+        capsize=3,
+        color=look.colour,
+        marker=look.marker,
+        linestyle=look.line,
+        markersize=5,
+        linewidth=1.5,
+        elinewidth=1,
+        label=look.label,
+    )
     return True
 
 
@@ -183,8 +205,7 @@ def plot_compared(results: Sequence[dict], curve: str, ax=None, labels: Sequence
 def _names(results: Sequence[dict], labels: Sequence[str] | None) -> list[str]:
     """The name of each file's curves: label, model and law, sizes."""
     if not results or (labels is not None and len(labels) != len(results)):
-        raise UserError(f"--label: give one label for each results file ({len(results)} files, "
-                        f"{len(labels or [])} labels)")  # fmt: skip
+        raise UserError(f"--label: give one label for each results file ({len(results)} files, {len(labels or [])} labels)")
     texts = [": ".join(filter(None, parts)) for parts in zip(labels or [""] * len(results), describe_each(results))]
     return [text + sample_sizes(each) or f"file {number}" for number, (text, each) in enumerate(zip(texts, results), 1)]
 
@@ -218,8 +239,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", required=True, help="figure to write; .pdf and .svg are vector, .png is not")
     parser.add_argument("--label", nargs="+", help="one title for each results file (default: its file name)")
     parser.add_argument("--log_y", action="store_true", help="logarithmic MSE axis (default: linear)")
-    parser.add_argument("--by_estimator", action="store_true",
-                        help="a panel for each estimator and a curve for each file, MSE logarithmic")
+    parser.add_argument(
+        "--by_estimator", action="store_true", help="a panel for each estimator and a curve for each file, MSE logarithmic"
+    )
     flags = parser.parse_args(arguments)
     loaded = [load_results(path) for path in flags.results]
     labels = flags.label or [Path(path).stem.removeprefix("tracecov_") for path in flags.results]

@@ -95,11 +95,13 @@ def summarise(runs: Sequence[Run], last: int = 1) -> dict:
     groups = by_label(runs)
     ends = {max(each.accuracy) for each in runs}
     return {
-        "accuracy_by_step": {label: {step: list(mean) for step, mean in _shared_curve(label, members).items()}
-                             for label, members in groups.items()},
+        "accuracy_by_step": {
+            label: {step: list(mean) for step, mean in _shared_curve(label, members).items()}
+            for label, members in groups.items()
+        },
         "accuracy_by_group_size": {size: list(mean) for size, mean in _finals(groups, last).items()},
         "warnings": [f"the runs end at different steps ({', '.join(map(str, sorted(ends)))})"] if len(ends) > 1 else [],
-    }  # fmt: skip
+    }
 
 
 def _shared_curve(label: str, members: Sequence[Run]) -> dict[int, Mean]:
@@ -144,8 +146,17 @@ def _draw_curve(ax, means: dict[int, Mean], label: str, number: int) -> None:
     halves = [mean.half_width or 0.0 for mean in means.values()]
     n = next(iter(means.values())).n
     look = numbered(number, f"{label} ({n} seeds)" if n > 1 else label)
-    ax.plot(steps, values, color=look.colour, marker=look.marker, markersize=4, linewidth=1.5, linestyle=look.line,
-            markevery=max(1, len(steps) // 10), label=look.label)  # fmt: skip
+    ax.plot(
+        steps,
+        values,
+        color=look.colour,
+        marker=look.marker,
+        markersize=4,
+        linewidth=1.5,
+        linestyle=look.line,
+        markevery=max(1, len(steps) // 10),
+        label=look.label,
+    )
     if n > 1:
         low, high = [[value + sign * half for value, half in zip(values, halves)] for sign in (-1, 1)]
         ax.fill_between(steps, low, high, color=look.colour, alpha=0.15, linewidth=0)
@@ -157,8 +168,17 @@ def plot_by_group_size(runs: Sequence[Run], last: int = 1, ax=None):
     if not finals:
         raise UserError("no run has a known G; name the runs like qwen_g8_seed0, or give the manifest.json of a sweep")
     sizes, bars = list(finals), [mean.half_width or 0.0 for mean in finals.values()]
-    ax.errorbar(sizes, [mean.value for mean in finals.values()], yerr=bars if any(bars) else None, capsize=3,
-                color=COLOURS[0], marker="o", markersize=5, linewidth=1.5, elinewidth=1)  # fmt: skip
+    ax.errorbar(
+        sizes,
+        [mean.value for mean in finals.values()],
+        yerr=bars if any(bars) else None,
+        capsize=3,
+        color=COLOURS[0],
+        marker="o",
+        markersize=5,
+        linewidth=1.5,
+        elinewidth=1,
+    )
     group_size_axis(ax, sizes)
     seeds = sorted({mean.n for mean in finals.values()})
     ax.set_xlabel(f"group size G\n(n = {' to '.join(map(str, {seeds[0]: 0, seeds[-1]: 0}))} seeds each)")

@@ -91,8 +91,16 @@ def finish(ax, title: str | None = None, /, **legend) -> None:
 def note(ax, text: str) -> None:
     """Small text below the label of the x axis, in lines short enough for one column; nothing for an empty text."""
     if text:
-        ax.annotate(short_lines(text), (0.5, 0), xycoords=ax.xaxis.label, xytext=(0, -3), textcoords="offset points",
-                    ha="center", va="top", fontsize="small")  # fmt: skip
+        ax.annotate(
+            short_lines(text),
+            (0.5, 0),
+            xycoords=ax.xaxis.label,
+            xytext=(0, -3),
+            textcoords="offset points",
+            ha="center",
+            va="top",
+            fontsize="small",
+        )
 
 
 def short_lines(text: str, width: int = 46) -> str:

@@ -22,8 +22,10 @@ def mse_table(results: dict) -> str:
         head = escape(name_of(name)) + (f"<br><small>{escape(title)}</small>" if title else "")
         rows.append(f"<tr><th>{head}</th>{''.join(map(_cell, values, intervals))}</tr>")
     sizes = "".join(f"<th>K = {size}</th>" for size in results["K_list"])
-    return ("<table><caption>MSE of the gradient estimate, in squared gradient units, and its 95% interval over prompts"
-            f"</caption>\n<tr><th>estimator</th>{sizes}</tr>\n" + "\n".join(rows) + "\n</table>")  # fmt: skip
+    return (
+        "<table><caption>MSE of the gradient estimate, in squared gradient units, and its 95% interval over prompts"
+        f"</caption>\n<tr><th>estimator</th>{sizes}</tr>\n" + "\n".join(rows) + "\n</table>"
+    )
 
 
 def mse_by_estimator(results: dict) -> list[tuple[str, Sequence, Sequence]]:
@@ -43,8 +45,9 @@ def headline(results: dict, title: str) -> str:
     best, _, more = group_size_in_words(results.get("group_size_law")).partition("; ")
     counts = ", ".join(f"{results[f'n_{what}']:,} {what}" for what in ("prompts", "continuations") if results.get(f"n_{what}"))
     lines = [more, f"measured on {title}: {counts or 'the number of prompts is not in the results'}"]
-    return (f'<p style="font-size: 1.4em; margin: 0.8em 0 0.3em">{_sentence(best)}</p>\n'
-            + "\n".join(f"<p>{_sentence(line)}</p>" for line in lines if line))
+    return f'<p style="font-size: 1.4em; margin: 0.8em 0 0.3em">{_sentence(best)}</p>\n' + "\n".join(
+        f"<p>{_sentence(line)}</p>" for line in lines if line
+    )
 
 
 def _sentence(text: str) -> str:

@@ -64,9 +64,7 @@ def load_runs(path: str | Path, metric: str | None = None) -> list[Run]:
     return [_run(path.stem, rows, metric, path)]
 
 
-def _run(
-    name: str, rows: Rows, metric: str | None, path: Path, size: int | None = None, seed: int | None = None
-) -> Run:
+def _run(name: str, rows: Rows, metric: str | None, path: Path, size: int | None = None, seed: int | None = None) -> Run:
     """Pick the metric out of ``rows``; later rows replace earlier ones of the same step."""
     names = {key for _, metrics in rows for key in metrics}
     if metric is None:
@@ -122,8 +120,9 @@ def _group_size_runs(path: Path, metric: str | None) -> list[Run]:
             reward = {0: float(content["start"]), len(each["train_reward"]): float(each["held_out_reward"])}
             runs.append(Run(name, int(each["G"]), int(each["seed"]), reward))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{path}: give the manifest.json of a sweep, a file of train_group_sizes.py, a run folder, "
-                        "or a log") from None
+        raise UserError(
+            f"{path}: give the manifest.json of a sweep, a file of train_group_sizes.py, a run folder, or a log"
+        ) from None
     if not runs:
         raise UserError(f"{path}: no run in it is finished yet")
     return runs
@@ -214,8 +213,11 @@ def _csv_runs(path: Path, metric: str | None) -> list[Run]:
                 continue  # text columns of a history
             if math.isfinite(entry[1][name]):
                 by_run.setdefault(run or path.stem, []).append(entry)
-    wanted = {run: rows for run, rows in by_run.items()
-              if any(name == metric or (not metric and VALIDATION.fullmatch(name)) for _, m in rows for name in m)}
+    wanted = {
+        run: rows
+        for run, rows in by_run.items()
+        if any(name == metric or (not metric and VALIDATION.fullmatch(name)) for _, m in rows for name in m)
+    }
     if not wanted:
         raise UserError(f"{path}: has no column of {metric or 'a validation accuracy (val-core/.../acc/mean@N)'}")
     return [_run(run, rows, metric, path) for run, rows in wanted.items()]

@@ -21,8 +21,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bench_growth import cost_growth, plot_cost  # noqa: E402
-from bench_measures import (FOLDER, ROOT, PeakMemory, interleaved, matmul_flops_per_second, peak_memory,  # noqa: E402
-                            seconds, smollm2, summary)
+from bench_measures import (
+    FOLDER,
+    ROOT,
+    PeakMemory,
+    interleaved,
+    matmul_flops_per_second,
+    peak_memory,  # noqa: E402
+    seconds,
+    smollm2,
+    summary,
+)
 from bench_protocol import ESTIMATORS, RunningTraces, generate, ordinary_passes  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
@@ -50,8 +59,12 @@ def parse_args():
     parser.add_argument("--blocks", nargs="+", type=integer(4), default=[16, 64], help="block sizes (%(default)s)")
     parser.add_argument("--repeats", type=integer(1), default=3, help="(%(default)s)")
     parser.add_argument("--threads", type=integer(1), help="of torch (all cores)")
-    parser.add_argument("--clock", choices=["wall", "cpu"], default="wall",
-                        help="cpu, with --threads 1: time of this process alone, for a machine others use (%(default)s)")
+    parser.add_argument(
+        "--clock",
+        choices=["wall", "cpu"],
+        default="wall",
+        help="cpu, with --threads 1: time of this process alone, for a machine others use (%(default)s)",
+    )
     parser.add_argument("--K_list", nargs="+", type=integer(2), default=list(K_LIST), help="of the sweep (4 to 64)")
     parser.add_argument("--without_3_backwards", action="store_true", help="leave the longest comparison out")
     parser.add_argument("--problem", type=integer(0), default=0, help="number of the prompt (%(default)s)")
@@ -103,16 +116,23 @@ class Subject:
         return ScoreGram(self.model.requires_grad_(True), LAW, gram_dtype=self.gram_dtype, **settings)
 
     def rewards(self, continuations) -> torch.Tensor:
-        return torch.tensor([integer_reward(c.text, self.problem["ground_truth"]) for c in continuations],
-                            dtype=torch.float32, device=self.device)
+        return torch.tensor(
+            [integer_reward(c.text, self.problem["ground_truth"]) for c in continuations],
+            dtype=torch.float32,
+            device=self.device,
+        )
 
 
 def sampling(subject: Subject, args) -> dict:
     """64 continuations of up to 32 tokens: ours against model.generate."""
-    works = {"ours": lambda: subject.sample(64),
-             "generate": lambda: generate(subject.model, subject.prompt_ids, 64, LAW, subject.eos)}
+    works = {
+        "ours": lambda: subject.sample(64),
+        "generate": lambda: generate(subject.model, subject.prompt_ids, 64, LAW, subject.eos),
+    }
     lengths = [len(c.tokens) for c in subject.sample(64)]
-    return summary(interleaved(works, args.repeats, subject.device, args.clock), "ours") | {"mean_length": float(np.mean(lengths))}
+    return summary(interleaved(works, args.repeats, subject.device, args.clock), "ours") | {
+        "mean_length": float(np.mean(lengths))
+    }
 
 
 def gram(subject: Subject, args) -> dict:
@@ -123,16 +143,22 @@ def gram(subject: Subject, args) -> dict:
         passes = [subject.model, subject.prompt_ids, continuations, LAW]
         with FlopCounterMode(display=False) as counter:
             grams.block(subject.prompt_ids, continuations)
-        works = {"block": lambda: grams.block(subject.prompt_ids, continuations),
-                 "forward_backward": lambda: ordinary_passes(*passes, 1),
-                 "forward_3_backwards": lambda: ordinary_passes(*passes, 3)}
+        works = {
+            "block": lambda: grams.block(subject.prompt_ids, continuations),
+            "forward_backward": lambda: ordinary_passes(*passes, 1),
+            "forward_3_backwards": lambda: ordinary_passes(*passes, 3),
+        }
         if args.without_3_backwards:
             del works["forward_3_backwards"]
         times = summary(interleaved(works, args.repeats, subject.device, args.clock), "block")
         rate = counter.get_total_flops() / times["median_seconds"]["block"]
         peak = matmul_flops_per_second(subject.device, next(subject.model.parameters()).dtype, args.clock)
-        found[str(size)] = times | {"flops": counter.get_total_flops(), "flops_per_second": rate,
-                                    "matmul_flops_per_second": peak, "share_of_matmul": rate / peak}
+        found[str(size)] = times | {
+            "flops": counter.get_total_flops(),
+            "flops_per_second": rate,
+            "matmul_flops_per_second": peak,
+            "share_of_matmul": rate / peak,
+        }
     return found
 
 
@@ -153,8 +179,10 @@ def published_sweep(subject: Subject, traces: RunningTraces, sizes: list[int]) -
 def sweep(subject: Subject, args) -> dict:
     """Cost per prompt and per unit of M of the whole sweep, both protocols."""
     grams, traces = subject.gram(), RunningTraces(subject.model)
-    works = {"ours": lambda: our_sweep(subject, grams, args.K_list),
-             "published": lambda: published_sweep(subject, traces, args.K_list)}
+    works = {
+        "ours": lambda: our_sweep(subject, grams, args.K_list),
+        "published": lambda: published_sweep(subject, traces, args.K_list),
+    }
     times = interleaved(works, args.repeats, subject.device, args.clock)
     return summary(times, "ours") | {"K_list": args.K_list}
 
@@ -182,9 +210,21 @@ def memory(name: str, prompt_kind: str, args) -> dict:
     found = {}
     for size in args.blocks:
         for work in ("block", "checkpointed", "forward_backward", "published"):
-            found[f"{work}:{size}"] = peak_memory(["--model", name, "--prompts", prompt_kind, "--dtype", args.dtype,
-                                                   "--device", args.device, "--peak", f"{work}:{size}",
-                                                   *["--tuned"] * args.tuned])
+            found[f"{work}:{size}"] = peak_memory(
+                [
+                    "--model",
+                    name,
+                    "--prompts",
+                    prompt_kind,
+                    "--dtype",
+                    args.dtype,
+                    "--device",
+                    args.device,
+                    "--peak",
+                    f"{work}:{size}",
+                    *["--tuned"] * args.tuned,
+                ]
+            )
     return found
 
 
@@ -195,10 +235,12 @@ def efficiency(subject: Subject, clock: str, blocks: int = 8, groups: int = 24) 
     grams = subject.gram()
     sampled = seconds(lambda: subject.sample(max(K_LIST)), subject.device, clock)
     made = []
-    spent = blocks * sampled + seconds(lambda: made.extend(grams.block(subject.prompt_ids, c).gram for c in drawn),
-                                       subject.device, clock)
-    ours = np.array([[[_trace(q, z, c, name, size) for size in K_LIST] for name in ESTIMATORS]
-                     for q, z, c in zip(made, rewards, drawn)])
+    spent = blocks * sampled + seconds(
+        lambda: made.extend(grams.block(subject.prompt_ids, c).gram for c in drawn), subject.device, clock
+    )
+    ours = np.array(
+        [[[_trace(q, z, c, name, size) for size in K_LIST] for name in ESTIMATORS] for q, z, c in zip(made, rewards, drawn)]
+    )
     found = {}
     for j, size in enumerate(K_LIST):
         traces = RunningTraces(subject.model)
@@ -216,9 +258,11 @@ def efficiency(subject: Subject, clock: str, blocks: int = 8, groups: int = 24) 
             theirs = added[:, e].var(ddof=1) / len(added)
             mine = ours[:, e, j].var(ddof=1) / blocks
             at_equal_time = theirs * took / (mine * spent / len(K_LIST)) if mine > 0 else None  # one set serves every K
-            found[f"{name}, K={size}"] = {"ratio": at_equal_time,
-                                          "ours": [ours[:, e, j].mean(), mine**0.5],
-                                          "published": [added[:, e].mean(), theirs**0.5]}
+            found[f"{name}, K={size}"] = {
+                "ratio": at_equal_time,
+                "ours": [ours[:, e, j].mean(), mine**0.5],
+                "published": [added[:, e].mean(), theirs**0.5],
+            }
     return found
 
 
@@ -261,25 +305,30 @@ def table(results: dict) -> str:
         for size, times in found.get("gram", {}).items():
             median = times["median_seconds"]
             for theirs in times["over_ours"]:
-                line(key, f"block of {size} over {theirs}, s", median["block"], median[theirs],
-                     1 / times["over_ours"][theirs])
-            line(key, f"block of {size}, GFLOP/s over a matrix product's", times["flops_per_second"] / 1e9,
-                 times["matmul_flops_per_second"] / 1e9, times["share_of_matmul"])
+                line(key, f"block of {size} over {theirs}, s", median["block"], median[theirs], 1 / times["over_ours"][theirs])
+            line(
+                key,
+                f"block of {size}, GFLOP/s over a matrix product's",
+                times["flops_per_second"] / 1e9,
+                times["matmul_flops_per_second"] / 1e9,
+                times["share_of_matmul"],
+            )
         for work, peak in found.get("memory", {}).items():
             theirs = found["memory"][f"published:{work.split(':')[1]}"]
             if not work.startswith("published"):
                 line(key, f"peak memory {work} against published, MB", peak / 1e6, theirs / 1e6, theirs / peak)
         for what, both in found.get("efficiency", {}).items():
             if isinstance(both, dict) and both["ratio"] is not None:
-                line(key, f"variance at equal time, {what} (errors)", both["ours"][1], both["published"][1],
-                     both["ratio"])
+                line(key, f"variance at equal time, {what} (errors)", both["ours"][1], both["published"][1], both["ratio"])
     return "\n".join(lines)
 
 
 def merge(old: dict, new: dict) -> dict:
     """``new`` over ``old``, part by part."""
-    return {**old, **{k: merge(old.get(k, {}), v) if isinstance(v, dict) and isinstance(old.get(k), dict) else v
-                      for k, v in new.items()}}
+    return {
+        **old,
+        **{k: merge(old.get(k, {}), v) if isinstance(v, dict) and isinstance(old.get(k), dict) else v for k, v in new.items()},
+    }
 
 
 def main() -> None:
@@ -290,8 +339,12 @@ def main() -> None:
     results = json.loads(args.out.read_text()) if args.out.exists() else {"subjects": {}}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if not args.plot:
-        results["machine"] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "dtype": args.dtype,
-                              "clock": args.clock}
+        results["machine"] = {
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "dtype": args.dtype,
+            "clock": args.clock,
+        }
         for name in args.model:
             for prompt_kind in args.prompts:
                 if set(args.parts) - {"growth"}:

@@ -13,8 +13,13 @@ from Gradient_evaluation.score_gram import ScoreGram
 from plots.style import new_figure
 
 BASE = {"largest K": 32, "M": 1, "prompt tokens": 64, "response tokens": 32, "width": 128}
-AXES = {"largest K": (8, 16, 32, 64), "M": (1, 2, 4), "prompt tokens": (16, 64, 256), "response tokens": (8, 16, 32, 64),
-        "width": (64, 128, 256)}
+AXES = {
+    "largest K": (8, 16, 32, 64),
+    "M": (1, 2, 4),
+    "prompt tokens": (16, 64, 256),
+    "response tokens": (8, 16, 32, 64),
+    "width": (64, 128, 256),
+}
 VOCABULARY, LAYERS = 2000, 2
 
 
@@ -29,19 +34,32 @@ def cost_growth(device: torch.device, clock: str) -> dict:
         rows = [_cost({**BASE, axis: value}, device, clock) for value in values]
         shown = [row["parameters"] for row in rows] if axis == "width" else list(values)
         found["parameters" if axis == "width" else axis] = {
-            "values": shown, "ours": [row["ours"] for row in rows], "published": [row["published"] for row in rows]}
+            "values": shown,
+            "ours": [row["ours"] for row in rows],
+            "published": [row["published"] for row in rows],
+        }
     return found
 
 
 def _cost(setting: dict, device: torch.device, clock: str) -> dict:
     width, largest, repeats = setting["width"], setting["largest K"], setting["M"]
-    model = tiny_model("llama", torch.float32, vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width,
-                       num_hidden_layers=LAYERS, num_attention_heads=4, head_dim=width // 4,
-                       max_position_embeddings=1024, tie_word_embeddings=True).to(device)
+    model = tiny_model(
+        "llama",
+        torch.float32,
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        head_dim=width // 4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    ).to(device)
     rng, law = np.random.default_rng(0), SamplingLaw(max_new_tokens=setting["response tokens"])
     prompt = rng.integers(3, VOCABULARY, setting["prompt tokens"]).tolist()
-    drawn = [Continuation(tuple(rng.integers(3, VOCABULARY, setting["response tokens"]).tolist()), False, "")
-             for _ in range(largest)]
+    drawn = [
+        Continuation(tuple(rng.integers(3, VOCABULARY, setting["response tokens"]).tolist()), False, "") for _ in range(largest)
+    ]
     sizes = [k for k in (4, 8, 16, 32, 64) if k <= largest]
     grams, traces = ScoreGram(model, law), RunningTraces(model)
 
@@ -65,8 +83,9 @@ def plot_cost(growth: dict):
         panel.plot(rows["values"], rows["published"], "s--", color="#D55E00", label="published protocol")
         panel.plot(rows["values"], rows["ours"], "o-", color="#0072B2", label="score Gram")
         panel.set(xscale="log", yscale="log", xlabel=axis)
-        panel.set_ylim(min(min(r["ours"]) for r in growth.values()) / 1.5,
-                       max(max(r["published"]) for r in growth.values()) * 1.5)
+        panel.set_ylim(
+            min(min(r["ours"]) for r in growth.values()) / 1.5, max(max(r["published"]) for r in growth.values()) * 1.5
+        )
         panel.minorticks_off()
         if axis != "parameters":
             panel.set_xticks(rows["values"], [str(v) for v in rows["values"]])

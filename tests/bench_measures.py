@@ -56,8 +56,9 @@ def seconds(work: Callable[[], object], device: torch.device, clock: str = "wall
     return CLOCKS[clock]() - start
 
 
-def interleaved(works: dict[str, Callable[[], object]], repeats: int, device: torch.device,
-                clock: str = "wall") -> dict[str, list[float]]:
+def interleaved(
+    works: dict[str, Callable[[], object]], repeats: int, device: torch.device, clock: str = "wall"
+) -> dict[str, list[float]]:
     """{name: seconds of every repeat}, all works once per repeat in turn, so that a busy machine hits them alike."""
     times = {name: [] for name in works}
     for _ in range(repeats):
@@ -68,10 +69,15 @@ def interleaved(works: dict[str, Callable[[], object]], repeats: int, device: to
 
 def summary(times: dict[str, list[float]], ours: str) -> dict:
     """Medians, and for every other work the median of its time over ours within a repeat."""
-    ratios = {name: statistics.median(b / a for a, b in zip(times[ours], values))
-              for name, values in times.items() if name != ours}
-    return {"median_seconds": {name: statistics.median(values) for name, values in times.items()},
-            "over_ours": ratios, "seconds": times, "load": os.getloadavg()[0]}
+    ratios = {
+        name: statistics.median(b / a for a, b in zip(times[ours], values)) for name, values in times.items() if name != ours
+    }
+    return {
+        "median_seconds": {name: statistics.median(values) for name, values in times.items()},
+        "over_ours": ratios,
+        "seconds": times,
+        "load": os.getloadavg()[0],
+    }
 
 
 def matmul_flops_per_second(device: torch.device, dtype: torch.dtype, clock: str, size: int = 1536) -> float:
@@ -82,8 +88,9 @@ def matmul_flops_per_second(device: torch.device, dtype: torch.dtype, clock: str
 
 def peak_memory(arguments: list[str]) -> int:
     """Bytes at the peak beyond the loaded model, of bench.py run with ``--peak`` in a process of its own."""
-    out = subprocess.run([sys.executable, str(ROOT / "tests" / "bench.py"), *arguments], check=True,
-                         capture_output=True, text=True).stdout
+    out = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "bench.py"), *arguments], check=True, capture_output=True, text=True
+    ).stdout
     return json.loads(out.splitlines()[-1])["bytes"]
 
 

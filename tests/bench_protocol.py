@@ -16,11 +16,20 @@ ESTIMATORS = ("naive", "grpo", "oracleV")
 def generate(model, prompt_ids: list[int], count: int, law: SamplingLaw, eos: tuple[int, ...]) -> list[Continuation]:
     """``count`` continuations by transformers' own generate under the same law (texts are left empty)."""
     prompt = torch.tensor([prompt_ids], device=model.device)
-    out = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), do_sample=True,
-                         temperature=law.temperature, top_p=law.top_p, top_k=law.top_k, num_return_sequences=count,
-                         max_new_tokens=law.max_new_tokens, eos_token_id=list(eos), pad_token_id=eos[0])
+    out = model.generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=True,
+        temperature=law.temperature,
+        top_p=law.top_p,
+        top_k=law.top_k,
+        num_return_sequences=count,
+        max_new_tokens=law.max_new_tokens,
+        eos_token_id=list(eos),
+        pad_token_id=eos[0],
+    )
     found = []
-    for row in out[:, len(prompt_ids):].tolist():
+    for row in out[:, len(prompt_ids) :].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in eos), None)
         found.append(Continuation(tuple(row if end is None else row[:end]), end is not None, ""))
     return found
@@ -32,9 +41,8 @@ def batch_log_probs(model, prompt_ids: list[int], continuations: list[Continuati
     rows = [[*prompt_ids, *c.tokens, *[0] * (longest - len(c.tokens))] for c in continuations]
     ids = torch.tensor(rows, device=model.device)
     mask = torch.tensor([[t < len(c.tokens) for t in range(longest)] for c in continuations], device=model.device)
-    output = model(input_ids=ids[:, :-1], attention_mask=torch.ones_like(ids[:, :-1]), use_cache=False,
-                   logits_to_keep=longest)
-    return log_probs(output.logits, ids[:, len(prompt_ids):], law).masked_fill(~mask, 0.0).sum(1)
+    output = model(input_ids=ids[:, :-1], attention_mask=torch.ones_like(ids[:, :-1]), use_cache=False, logits_to_keep=longest)
+    return log_probs(output.logits, ids[:, len(prompt_ids) :], law).masked_fill(~mask, 0.0).sum(1)
 
 
 def ordinary_passes(model, prompt_ids, continuations, law, backwards: int) -> None:
@@ -56,8 +64,9 @@ class RunningTraces:
         self.squares = [[torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()] for _ in ESTIMATORS]
         self.added: list[list[float]] = []  # what each group added to the total of M2, per estimator
 
-    def add(self, prompt_ids, continuations, rewards: torch.Tensor, oracle_value: float, law: SamplingLaw,
-            keep_totals: bool = False) -> None:
+    def add(
+        self, prompt_ids, continuations, rewards: torch.Tensor, oracle_value: float, law: SamplingLaw, keep_totals: bool = False
+    ) -> None:
         """Take in one group: one forward, three backwards, six parameter-sized statistics."""
         self.model.requires_grad_(True)
         values, size, z = batch_log_probs(self.model, prompt_ids, continuations, law), len(continuations), rewards

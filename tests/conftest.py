@@ -19,7 +19,9 @@ def pytest_report_header():
     """What a stranger's red run was computed with."""
     import torch
 
-    settings = [f"{name}={os.environ[name]}" for name in ("ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS", "MKL_CBWR") if name in os.environ]
+    settings = [
+        f"{name}={os.environ[name]}" for name in ("ATEN_CPU_CAPABILITY", "OMP_NUM_THREADS", "MKL_CBWR") if name in os.environ
+    ]
     return f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads; {' '.join(settings)}"
 
 
@@ -35,9 +37,23 @@ def small_run(tmp_path_factory):
     law = ["--model", model, "--max_new_tokens", 8, "--device", "cpu", "--dtype", "float32"]
     for script, flags in (
         (calculate_oracle_v, ["--dataset", folder / "problems.jsonl", "--n_oracle", 50, "--out_dir", folder]),
-        (run_tracecov, ["--oracle_table", folder / "oracle_v_n50_tiny_model.jsonl", "--K_list", 2, 4, 8, "--M", 4,
-                        "--save_json", folder, "--skip_plot"]),
-    ):  # fmt: skip
+        (
+            run_tracecov,
+            [
+                "--oracle_table",
+                folder / "oracle_v_n50_tiny_model.jsonl",
+                "--K_list",
+                2,
+                4,
+                8,
+                "--M",
+                4,
+                "--save_json",
+                folder,
+                "--skip_plot",
+            ],
+        ),
+    ):
         argv, sys.argv = sys.argv, [script.__file__, *map(str, [*law, *flags])]
         try:
             cli.run(script.main)

@@ -1,6 +1,6 @@
 """What commands do the READMEs hold, and would each start? Every word of them, against the parsers and files there are.
 
-    for command in readme_commands(): check(command)        # AssertionError says what is wrong with it
+for command in readme_commands(): check(command)        # AssertionError says what is wrong with it
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ INSTALLED = ("-o", ".venv/installed", "-o", "outputs/verl_cpu/venv/installed")  
 PROGRAMS = ("python", ".venv/bin/python", "torchrun", "bash", "make", "pip", "ray", "wandb", "jupyter", "export")
 WRITTEN_BY = ("--out", "--out_dir", "--save_json", "--plot_path", "--run_dir", "--sweep_dir", "--target_dir", "--local_dir")
 # the names of what the scripts write; an outputs/ path of the README that is read must be one of them
-OUTPUTS = re.compile(r"oracle_v_n\d+_[\w.-]+\.jsonl|tracecov_(?!.*_detailed)[\w.-]+\.json|grams|manifest\.json|"
-                     r"group_sizes\.json|(train|val)\.parquet|(arithmetic_\w+|problems)\.jsonl")  # fmt: skip
+OUTPUTS = re.compile(
+    r"oracle_v_n\d+_[\w.-]+\.jsonl|tracecov_(?!.*_detailed)[\w.-]+\.json|grams|manifest\.json|"
+    r"group_sizes\.json|(train|val)\.parquet|(arithmetic_\w+|problems)\.jsonl"
+)
 SWEEPS_OWN = {"--dry_run": 0, "--env": 1, "--sweep_dir": 1}  # read by the shell script itself
 
 
@@ -93,7 +95,7 @@ def check(command: Command) -> None:
         check_outer_program(command.words)
     else:
         assert arguments, f"{program}: has no arguments"
-        packages = r'[\w.-]+(\[\w+\])?([=<>]=[\d.]+)?'
+        packages = r"[\w.-]+(\[\w+\])?([=<>]=[\d.]+)?"
         wanted = packages if program == "pip" else r"[A-Z_]+=\S+"
         names = arguments[1:] if program == "pip" else arguments
         assert all(re.fullmatch(wanted, name) or name.startswith("-r") or (ROOT / name).is_file() for name in names)

@@ -26,8 +26,9 @@ KINDS = {
     "dora": peft.LoraConfig(**PLAIN, use_dora=True),
     "embedding": peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], init_lora_weights=False),
     "token rows": peft.LoraConfig(**PLAIN, trainable_token_indices=[3, 5]),
-    "ranks": peft.LoraConfig(**PLAIN, rank_pattern={"q_proj": 3}, alpha_pattern={"q_proj": 5}, use_rslora=True,
-                             layers_to_transform=[1]),
+    "ranks": peft.LoraConfig(
+        **PLAIN, rank_pattern={"q_proj": 3}, alpha_pattern={"q_proj": 5}, use_rslora=True, layers_to_transform=[1]
+    ),
     "ia3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
 }
 
@@ -47,8 +48,11 @@ def save(folder, config, tied=False):
     return str(folder / "adapter")
 
 
-@pytest.mark.parametrize("kind,tied", [(kind, kind in ("plain", "token rows")) for kind in KINDS] +
-                         [("whole modules", True), ("embedding", True), ("token rows", False)])
+@pytest.mark.parametrize(
+    "kind,tied",
+    [(kind, kind in ("plain", "token rows")) for kind in KINDS]
+    + [("whole modules", True), ("embedding", True), ("token rows", False)],
+)
 def test_what_peft_trains_is_measured_exactly(kind, tied, tmp_path):
     adapter = save(tmp_path, KINDS[kind], tied)
     base = type(tiny_model("qwen2")).from_pretrained(tmp_path / "base", dtype=torch.float64)
@@ -96,8 +100,13 @@ def test_a_base_model_is_found_from_the_adapters_folder_or_named_in_one_line(tmp
     adapter = save(tmp_path, KINDS["plain"])
     edit(adapter, base_model_name_or_path="../base")
     load_model(adapter, None, CPU, torch.float32)
-    for name, said in ((None, "names no base_model"), ("", "names no base_model"), ("./elsewhere", "no such folder"),
-                       ("/a/b/c", "no such folder"), (7, "names no base_model")):
+    for name, said in (
+        (None, "names no base_model"),
+        ("", "names no base_model"),
+        ("./elsewhere", "no such folder"),
+        ("/a/b/c", "no such folder"),
+        (7, "names no base_model"),
+    ):
         edit(adapter, base_model_name_or_path=name)
         with pytest.raises(UserError, match=said):
             load_model(adapter, None, CPU, torch.float32)
@@ -116,15 +125,20 @@ def test_a_weight_that_the_adapters_file_lacks_is_refused_by_name(weight, tmp_pa
 def test_a_weight_of_the_file_that_peft_leaves_unused_is_said(tmp_path, capsys):
     adapter = save(tmp_path, KINDS["plain"])
     weights = load_file(f"{adapter}/adapter_model.safetensors")
-    save_file({**weights, "base_model.model.model.nowhere.lora_A.weight": torch.zeros(2)}, f"{adapter}/adapter_model.safetensors")
+    save_file(
+        {**weights, "base_model.model.model.nowhere.lora_A.weight": torch.zeros(2)}, f"{adapter}/adapter_model.safetensors"
+    )
     load_model(adapter, None, CPU, torch.float32)
     assert "leaves 1 weights of the adapter's file unused (such as base_model.model.model.nowhere" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("config,said", [
-    (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PROMPT_TUNING.*virtual tokens"),
-    (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING.*virtual tokens"),
-])
+@pytest.mark.parametrize(
+    "config,said",
+    [
+        (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PROMPT_TUNING.*virtual tokens"),
+        (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING.*virtual tokens"),
+    ],
+)
 def test_adapters_outside_the_models_layers_are_refused_with_the_reason(config, said, tmp_path):
     with pytest.raises(UserError, match=said):
         load_model(save(tmp_path, config), None, CPU, torch.float32)

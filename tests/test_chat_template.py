@@ -16,10 +16,16 @@ from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.tables import load_dataset_rows
 from Gradient_evaluation.utils import format_prompt
 
-TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
-CALLED = [*USER, {"role": "assistant", "content": None, "tool_calls": [CALL]},
-          {"role": "tool", "content": "5", "tool_call_id": "c1", "name": "add"}]
+CALLED = [
+    *USER,
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "5", "tool_call_id": "c1", "name": "add"},
+]
 USES_TOOLS = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{{ '\n' }}{% endif %}"
     "{% for m in messages %}[{{ m['role'] }}]"
@@ -35,8 +41,9 @@ LLAMA_3 = (
     "{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
     "Today is {{ date_string }}.\n" + PLAIN_TEMPLATE
 )
-CALLED_TEXT = ('[user]2+3?\n[assistant]<call>{"name": "add", "arguments": {"a": 2, "b": 3}}</call>\n'
-               "[tool]5(c1 of add)\n[assistant]")  # fmt: skip
+CALLED_TEXT = (
+    '[user]2+3?\n[assistant]<call>{"name": "add", "arguments": {"a": 2, "b": 3}}</call>\n[tool]5(c1 of add)\n[assistant]'
+)
 
 
 def rendered(template, prompt, tools=(), chat=Chat()):
@@ -63,7 +70,9 @@ def test_a_template_that_wants_text_beside_tool_calls_gets_the_empty_one():
 
 
 def test_fields_that_are_null_do_not_reach_the_template():
-    filled = [{"tool_calls": None, "tool_call_id": None, "name": None, "reasoning_content": None, **message} for message in CALLED]
+    filled = [
+        {"tool_calls": None, "tool_call_id": None, "name": None, "reasoning_content": None, **message} for message in CALLED
+    ]
     assert rendered(USES_TOOLS, filled) == CALLED_TEXT
     assert rendered(USES_TOOLS, [{**USER[0], "tool_calls": []}]) == rendered(USES_TOOLS, USER) == CHAT
 
@@ -74,8 +83,12 @@ def test_reasoning_reaches_the_template():
 
 
 def test_tools_reach_the_template_from_a_list_or_from_json_text(tmp_path):
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"prompt": USER, "ground_truth": n, "tools": tools}) + "\n"
-                                              for n, tools in enumerate([[TOOL], json.dumps([TOOL]), None, [], ""])))
+    (tmp_path / "t.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": USER, "ground_truth": n, "tools": tools}) + "\n"
+            for n, tools in enumerate([[TOOL], json.dumps([TOOL]), None, [], ""])
+        )
+    )
     rows = load_dataset_rows(str(tmp_path / "t.jsonl"), "train")
     texts = [rendered(USES_TOOLS, row.prompt, row.tools) for row in rows]
     assert texts[0] == texts[1] == f"<tools>{json.dumps([TOOL])}</tools>\n{CHAT}" and texts[2:] == [CHAT] * 3
@@ -84,7 +97,10 @@ def test_tools_reach_the_template_from_a_list_or_from_json_text(tmp_path):
 def test_parquet_renders_what_json_lines_render(tmp_path):
     """Parquet gives every message the fields of all, null where they were missing, and lists as arrays."""
     other = {**TOOL, "function": {"name": "now", "description": "the time"}}
-    rows = [{"prompt": CALLED, "ground_truth": 5, "tools": [TOOL, other]}, {"prompt": USER, "ground_truth": 5, "tools": [other]}]
+    rows = [
+        {"prompt": CALLED, "ground_truth": 5, "tools": [TOOL, other]},
+        {"prompt": USER, "ground_truth": 5, "tools": [other]},
+    ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pandas.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
     lines, parquet = (load_dataset_rows(str(tmp_path / name), "train") for name in ("a.jsonl", "a.parquet"))
@@ -94,12 +110,17 @@ def test_parquet_renders_what_json_lines_render(tmp_path):
 
 
 def test_the_same_prompt_with_other_tools_is_another_row(tmp_path):
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps({"prompt": USER, "ground_truth": 5, "tools": tools}) + "\n"
-                                              for tools in (None, [TOOL], [TOOL, TOOL])))
+    (tmp_path / "t.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": USER, "ground_truth": 5, "tools": tools}) + "\n" for tools in (None, [TOOL], [TOOL, TOOL])
+        )
+    )
     assert len({row.prompt_id for row in load_dataset_rows(str(tmp_path / "t.jsonl"), "train")}) == 3
 
 
-@pytest.mark.parametrize("kwargs, end", [({}, ""), ({"enable_thinking": True}, ""), ({"enable_thinking": False}, "<think></think>")])
+@pytest.mark.parametrize(
+    "kwargs, end", [({}, ""), ({"enable_thinking": True}, ""), ({"enable_thinking": False}, "<think></think>")]
+)
 def test_variables_reach_the_template(kwargs, end):
     assert rendered(USES_TOOLS, USER, chat=chat_of(tiny_tokenizer(template=USES_TOOLS), kwargs)) == CHAT + end
 
@@ -112,7 +133,10 @@ def test_a_last_message_of_the_assistant_is_continued_where_it_ends(template, co
 
 
 def test_a_prefill_is_continued_without_a_template_too():
-    assert shown(tiny_tokenizer(), [*USER, {"role": "assistant", "content": "The sum is"}]) == "User: 2+3?\n\nAssistant: The sum is"
+    assert (
+        shown(tiny_tokenizer(), [*USER, {"role": "assistant", "content": "The sum is"}])
+        == "User: 2+3?\n\nAssistant: The sum is"
+    )
 
 
 # what cannot be rendered
@@ -207,19 +231,51 @@ LAW = ["--max_new_tokens", 3, "--device", "cpu", "--dtype", "float32"]
 def model_with(template, folder):
     shutil.copytree(TINY, folder / "m")
     (folder / "m" / "chat_template.jinja").write_text(template)
-    (folder / "p.jsonl").write_text("".join(json.dumps({"prompt": [{"role": "user", "content": f"{n} + 2 ="}], "ground_truth": n + 2})
-                                            + "\n" for n in (1, 2)))
+    (folder / "p.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": [{"role": "user", "content": f"{n} + 2 ="}], "ground_truth": n + 2}) + "\n" for n in (1, 2)
+        )
+    )
     return folder
 
 
 def oracle(place, *more, capsys=None):
-    return call(calculate_oracle_v, "--model", place / "m", "--dataset", place / "p.jsonl", "--n_oracle", 8,
-                "--out_dir", place / "o", *LAW, *more, capsys=capsys)
+    return call(
+        calculate_oracle_v,
+        "--model",
+        place / "m",
+        "--dataset",
+        place / "p.jsonl",
+        "--n_oracle",
+        8,
+        "--out_dir",
+        place / "o",
+        *LAW,
+        *more,
+        capsys=capsys,
+    )
 
 
 def tracecov(place, *more, capsys=None):
-    return call(run_tracecov, "--model", place / "m", "--oracle_table", place / "o" / "oracle_v_n8_m.jsonl", "--K_list", 4,
-                "--M", 1, "--sketch_dim", 0, "--skip_plot", "--save_json", place / "t", *LAW, *more, capsys=capsys)
+    return call(
+        run_tracecov,
+        "--model",
+        place / "m",
+        "--oracle_table",
+        place / "o" / "oracle_v_n8_m.jsonl",
+        "--K_list",
+        4,
+        "--M",
+        1,
+        "--sketch_dim",
+        0,
+        "--skip_plot",
+        "--save_json",
+        place / "t",
+        *LAW,
+        *more,
+        capsys=capsys,
+    )
 
 
 def test_a_run_under_a_template_that_prints_the_date_is_continued_the_next_day(tmp_path, on_day, capsys):
@@ -269,5 +325,7 @@ def test_tables_and_runs_of_earlier_versions_are_continued_and_taken_without_a_w
 def test_variables_without_effect_are_refused(tmp_path, capsys):
     place = model_with(USES_TOOLS, tmp_path)
     (place / "p.jsonl").write_text('{"prompt": "1 + 2 =", "ground_truth": 3}\n')
-    one_line_error(oracle(place, "--chat_template_kwargs", '{"enable_thinking": false}', capsys=capsys), "every prompt is a string")
+    one_line_error(
+        oracle(place, "--chat_template_kwargs", '{"enable_thinking": false}', capsys=capsys), "every prompt is a string"
+    )
     one_line_error(oracle(place, "--chat_template_kwargs", '{"thinking": 1}', capsys=capsys), "does not read thinking")

@@ -40,10 +40,13 @@ def coverage_of_means(kind: str, spread: float, n: int, repeats: int) -> dict[st
         values, other = (heavy_tailed(generator, kind, spread, n), heavy_tailed(generator, kind, 0.5, n))
         resampled = bootstrap.resampled_means(np.stack([values, values * other], axis=-1))
         ratio = bootstrap.of_means([values * other, values], np.divide).interval
-        for name, interval in (("bootstrap-t", bootstrap.mean(values).interval), ("ratio", ratio),
-                               ("percentile", np.percentile(resampled[:, 0], [2.5, 97.5])),
-                               ("ratio, percentile", np.percentile(resampled[:, 1] / resampled[:, 0], [2.5, 97.5]))):
-            held[name] += interval[0] <= 1 <= interval[1]  # fmt: skip
+        for name, interval in (
+            ("bootstrap-t", bootstrap.mean(values).interval),
+            ("ratio", ratio),
+            ("percentile", np.percentile(resampled[:, 0], [2.5, 97.5])),
+            ("ratio, percentile", np.percentile(resampled[:, 1] / resampled[:, 0], [2.5, 97.5])),
+        ):
+            held[name] += interval[0] <= 1 <= interval[1]
     return {name: count / repeats for name, count in held.items()}
 
 
@@ -85,16 +88,20 @@ def coverage_of_the_law(n: int, repeats: int, noise: float = 2.0, c3: float = 30
                     held.setdefault("relative_mse", []).append(low <= ratio <= (np.inf if high is None else high))
         if law["G_star"] is not None:
             answers.append((law["G_star"] / truth["G_star"], law["G_star_may_be_larger"]))
-    return {**{name: float(np.mean(each)) for name, each in held.items()}, "answered": len(answers) / repeats,
-            "answers": answers}  # fmt: skip
+    return {
+        **{name: float(np.mean(each)) for name, each in held.items()},
+        "answered": len(answers) / repeats,
+        "answers": answers,
+    }
 
 
 # --- means and ratios ---
 
 
-@pytest.mark.parametrize("kind, spread, n, least", [
-    ("lognormal", 0.5, 10, 0.90), ("lognormal", 1.24, 10, 0.86), ("lognormal", 1.24, 40, 0.89), ("gamma", 2.0, 12, 0.86),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kind, spread, n, least",
+    [("lognormal", 0.5, 10, 0.90), ("lognormal", 1.24, 10, 0.86), ("lognormal", 1.24, 40, 0.89), ("gamma", 2.0, 12, 0.86)],
+)
 def test_bootstrap_t_holds_the_truth_far_more_often_than_the_percentile_interval(kind, spread, n, least):
     found = coverage_of_means(kind, spread, n, 400)
     assert found["bootstrap-t"] > least and found["ratio"] > 0.86
@@ -126,9 +133,10 @@ def test_two_or_three_prompts_have_students_interval(n):
 # --- what an interval must be, whatever the numbers ---
 
 
-@pytest.mark.parametrize("values", [
-    [1.0] * 6, [0.0] * 11 + [1.0], [1e-300] * 5, [1e200, 1e180, 3e199, 2e200], [0.0, 1.0], [0.1] * 7, [5.0, 5.0, 5.0, -2.0],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [[1.0] * 6, [0.0] * 11 + [1.0], [1e-300] * 5, [1e200, 1e180, 3e199, 2e200], [0.0, 1.0], [0.1] * 7, [5.0, 5.0, 5.0, -2.0]],
+)
 def test_an_interval_is_finite_and_holds_its_estimate(values):
     values = np.array(values)
     estimate = PromptBootstrap(len(values), 400).mean(values)
@@ -158,20 +166,25 @@ def test_intervals_go_with_scale_and_shift_and_are_of_the_same_resamples():
 # --- ratios only over what lies above 0 ---
 
 
-@pytest.mark.parametrize("denominator, reason", [
-    ([-3.0, -2.9, -3.1, -3.05, -2.95, -3.0], "lies below 0"),
-    ([-1.0, 1.2, -0.8, 1.0, -1.1, 0.9], "includes 0"),
-    ([-2.0], "not above 0"),
-    ([2.0], "one prompt"),
-    ([0.0, 0.0, 0.0, 0.0], "includes 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "denominator, reason",
+    [
+        ([-3.0, -2.9, -3.1, -3.05, -2.95, -3.0], "lies below 0"),
+        ([-1.0, 1.2, -0.8, 1.0, -1.1, 0.9], "includes 0"),
+        ([-2.0], "not above 0"),
+        ([2.0], "one prompt"),
+        ([0.0, 0.0, 0.0, 0.0], "includes 0"),
+    ],
+)
 def test_a_ratio_is_formed_only_over_a_denominator_whose_lower_end_is_above_zero(denominator, reason):
     denominator = np.array(denominator)
     bootstrap = PromptBootstrap(len(denominator), 300)
     estimate = bootstrap.ratio(np.ones(len(denominator)), denominator, "trace")
     assert estimate.value is None and estimate.interval is None and reason in estimate.reason and "trace" in estimate.reason
-    assert bootstrap.ratio(np.ones(6)[: len(denominator)], np.arange(6)[: len(denominator)] * 0.1 + 3).value is not None \
-        or len(denominator) == 1  # fmt: skip
+    assert (
+        bootstrap.ratio(np.ones(6)[: len(denominator)], np.arange(6)[: len(denominator)] * 0.1 + 3).value is not None
+        or len(denominator) == 1
+    )
 
 
 # --- the group size ---
@@ -214,8 +227,12 @@ def test_the_forecast_holds_on_growing_prefixes_of_one_table():
     resolved = {}
     for n in (50, 90, 200):
         generator = np.random.default_rng(1000 + n)
-        resolved[n] = np.mean([group_size_law(*two_levels(generator, n, spread=0.3, noise=3.0)[0], n_bootstrap=200)[
-            "c1_ci95"][0] > 0 for _ in range(60)])  # fmt: skip
+        resolved[n] = np.mean(
+            [
+                group_size_law(*two_levels(generator, n, spread=0.3, noise=3.0)[0], n_bootstrap=200)["c1_ci95"][0] > 0
+                for _ in range(60)
+            ]
+        )
     assert resolved[50] < 0.75 < 0.9 < resolved[200] and abs(resolved[90] - 0.8) < 0.15, resolved
     assert 45 < np.median([total for _, total in asked]) < 180
 
@@ -225,17 +242,27 @@ def test_the_forecast_never_asks_for_one_more_again_and_again():
     assert len(asked) > 8 and min(total - n for n, total in asked) >= 5
 
 
-@pytest.mark.parametrize("noise, share, words", [
-    (0.0, 0.0, "more continuations per prompt alone would not do"), (1.0, 1.0, "times as many continuations per prompt"),
-    (None, None, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "noise, share, words",
+    [
+        (0.0, 0.0, "more continuations per prompt alone would not do"),
+        (1.0, 1.0, "times as many continuations per prompt"),
+        (None, None, None),
+    ],
+)
 def test_where_continuations_make_the_variance_the_forecast_says_how_many_more_would_do(noise, share, words):
     n = 24
     generator = np.random.default_rng(0)
     theta_sq = 0.1 + generator.permutation(np.linspace(-1, 1, n))
     theta_noise = None if noise is None else np.full(n, noise * theta_sq.var(ddof=1))
-    law = group_size_law(theta_sq, np.ones(n), np.full(n, 5.0), 1e-3 * generator.standard_normal((n, 4)),
-                         theta_sq_noise=theta_noise, n_bootstrap=200)  # fmt: skip
+    law = group_size_law(
+        theta_sq,
+        np.ones(n),
+        np.full(n, 5.0),
+        1e-3 * generator.standard_normal((n, 4)),
+        theta_sq_noise=theta_noise,
+        n_bootstrap=200,
+    )
     assert law["G_star"] is None and law["more_prompts"] > 5
     assert law["continuations_share"] == (None if share is None else pytest.approx(share, abs=0.05))
     if words is None:

@@ -41,8 +41,15 @@ def test_frequencies_on_cuda_are_those_of_the_law(law):
 
 
 def test_peak_memory_of_a_block_is_the_model_and_its_activations():
-    model = tiny_model("qwen2", dtype=torch.float32, vocab_size=50_000, hidden_size=512, intermediate_size=1024,
-                       num_attention_heads=8, head_dim=64).cuda()
+    model = tiny_model(
+        "qwen2",
+        dtype=torch.float32,
+        vocab_size=50_000,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_attention_heads=8,
+        head_dim=64,
+    ).cuda()
     gram, continuations = ScoreGram(model, LAW, budget=2**20), random_continuations(0, (3, 6, 1, 5))
     gram.block(GRAM_PROMPT, continuations)
     torch.cuda.synchronize()
@@ -64,8 +71,10 @@ def test_max_memory_makes_the_gpu_refuse_and_the_batch_shrink():
 def test_gram_in_bfloat16_products_is_near_that_of_float32(checkpointing):
     model = tiny_model("qwen2", dtype=torch.bfloat16).cuda()
     continuations = random_continuations(0, (3, 6, 1, 5))
-    exact, fast = (ScoreGram(model, LAW, gram_dtype=dtype, gradient_checkpointing=checkpointing).block(GRAM_PROMPT, continuations)
-                   for dtype in ("float32", "bfloat16"))
+    exact, fast = (
+        ScoreGram(model, LAW, gram_dtype=dtype, gradient_checkpointing=checkpointing).block(GRAM_PROMPT, continuations)
+        for dtype in ("float32", "bfloat16")
+    )
     assert np.abs(exact.gram - fast.gram).max() < 0.05 * np.abs(exact.gram).max()
 
 

@@ -122,9 +122,7 @@ def test_styles_and_plain_prompts_ask_the_same_problems():
     sets = [make_problems(60, 5, style, plain) for style in STYLES for plain in (False, True)]
     for rows in sets:
         assert expressions(rows) == expressions(sets[0])
-        assert [(row["ground_truth"], row["kind"]) for row in rows] == [
-            (row["ground_truth"], row["kind"]) for row in sets[0]
-        ]
+        assert [(row["ground_truth"], row["kind"]) for row in rows] == [(row["ground_truth"], row["kind"]) for row in sets[0]]
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -290,8 +288,7 @@ def test_the_generation_config_only_names_tokens(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["".join(map(chr, range(32, 127))), "\n", " a  b \n\n c ", "don't . , ! ?", "= -19.", "3 × 4 ≤ é 日本 🙂", ""],
+    "text", ["".join(map(chr, range(32, 127))), "\n", " a  b \n\n c ", "don't . , ! ?", "= -19.", "3 × 4 ≤ é 日本 🙂", ""]
 )
 def test_decoding_gives_back_any_text_exactly(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text

@@ -76,8 +76,9 @@ def batch_length(policies, kept_at=None):
     """Mean tokens of a continuation over all prompts; over their groups of ``kept_at`` that are not silent."""
     if kept_at is None:
         return np.mean([policy.probs @ policy.lengths for policy in policies])
-    groups = [(policy.lengths[index].mean(-1), chance) for policy in policies
-              for index, chance in [kept_groups(policy, kept_at)]]  # fmt: skip
+    groups = [
+        (policy.lengths[index].mean(-1), chance) for policy in policies for index, chance in [kept_groups(policy, kept_at)]
+    ]
     return sum(chance @ length for length, chance in groups) / sum(chance.sum() for _, chance in groups)
 
 
@@ -158,11 +159,23 @@ def exact_prompts(policies, group_sizes=()) -> PromptMoments:
     }
     unused = np.ones(len(policies))
     return PromptMoments(
-        oracle_value=value, greedy_reward=np.full(len(policies), GREEDY), mean_reward=value, coefficients=coefficients,
-        best_trace=best_trace, pairs=PairMoments(*pairs.T), pairs_by_length=PairMoments(*by_length.T), mixture=mixture,
-        groups=groups, score_mean_sq=unused, score_norm_sq=unused, outcome_share=unused, n_outcomes=unused,
-        n_blocks=unused, theta_sq_noise=unused, outcomes=[ExactOutcomes(policy) for policy in policies],
-    )  # fmt: skip
+        oracle_value=value,
+        greedy_reward=np.full(len(policies), GREEDY),
+        mean_reward=value,
+        coefficients=coefficients,
+        best_trace=best_trace,
+        pairs=PairMoments(*pairs.T),
+        pairs_by_length=PairMoments(*by_length.T),
+        mixture=mixture,
+        groups=groups,
+        score_mean_sq=unused,
+        score_norm_sq=unused,
+        outcome_share=unused,
+        n_outcomes=unused,
+        n_blocks=unused,
+        theta_sq_noise=unused,
+        outcomes=[ExactOutcomes(policy) for policy in policies],
+    )
 
 
 def exact_group(policy, kind, size) -> GroupMoments:
@@ -315,9 +328,7 @@ def test_a_prompts_own_samples_reach_neither_its_borrowed_baseline_nor_its_shrin
         return mean_of_others(prompts), shrinkage_weights(prompts, 2)
 
     generator = np.random.default_rng(5)
-    records = [
-        SimpleNamespace(oracle_value=0.5, blocks=[sample_block(random_policy(at), 32, generator)]) for at in range(5)
-    ]
+    records = [SimpleNamespace(oracle_value=0.5, blocks=[sample_block(random_policy(at), 32, generator)]) for at in range(5)]
     before = fitted(records)
     gram, rewards, lengths = records[2].blocks[0]
     records[2].blocks = [(gram * 2 + np.eye(32), 1 - 0.5 * rewards, lengths)]
@@ -395,8 +406,7 @@ def test_all_estimators_agree_with_their_exact_law_within_monte_carlo_error():
     generator = np.random.default_rng(3)
     blocks = [[sample_block(policy, 64, generator) for _ in range(60)] for policy in policies]
     records = [
-        SimpleNamespace(oracle_value=policy.value, greedy_reward=GREEDY, blocks=own)
-        for policy, own in zip(policies, blocks)
+        SimpleNamespace(oracle_value=policy.value, greedy_reward=GREEDY, blocks=own) for policy, own in zip(policies, blocks)
     ]
     prompts, exact = reduce_prompts(records, [4], list(ESTIMATORS)), exact_prompts(policies, [4])
     traces = prompt_trace_covs(prompts, 4, list(ESTIMATORS))

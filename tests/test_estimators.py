@@ -45,9 +45,7 @@ def exact_pair_moments(policy) -> PairMoments:
     chance = policy.probs[:, None] * policy.probs[None]
     given_first = np.einsum("j,ijd->id", policy.probs, kernel)
     mean = policy.probs @ given_first
-    return PairMoments(
-        (chance * (kernel**2).sum(-1)).sum(), policy.probs @ (given_first**2).sum(-1), float(mean @ mean)
-    )
+    return PairMoments((chance * (kernel**2).sum(-1)).sum(), policy.probs @ (given_first**2).sum(-1), float(mean @ mean))
 
 
 def exact_coefficients(policy) -> np.ndarray:
@@ -422,8 +420,10 @@ def test_bad_advantage_arguments_are_refused():
 def test_the_noise_of_theta_sq_is_its_spread_from_block_to_block_and_missing_with_one_block():
     records = make_records(n_prompts=30, sizes=(8,) * 6)
     noise = reduce_prompts(records).theta_sq_noise
-    halves = [reduce_prompts([SimpleNamespace(oracle_value=record.oracle_value, blocks=[block]) for block in record.blocks])
-              for record in records]  # fmt: skip
+    halves = [
+        reduce_prompts([SimpleNamespace(oracle_value=record.oracle_value, blocks=[block]) for block in record.blocks])
+        for record in records
+    ]
     expected = [half.pairs.disjoint.var(ddof=1) / 6 for half in halves]
     assert noise == pytest.approx(expected)
     assert np.isnan(reduce_prompts(make_records(n_prompts=2, sizes=(8,))).theta_sq_noise).all()
@@ -433,7 +433,8 @@ def test_an_effective_group_size_below_the_smallest_group_is_null_with_the_reaso
     """Plain GRPO at K = 2 is better than this: no group of GRPO is as bad, and 1.3 continuations are no group."""
     moments = reduce_prompts(make_records(n_prompts=12, sizes=(16, 16)))
     pairs = moments.pairs._replace(
-        disjoint=np.full(12, 1.0), shared_member=np.full(12, 1.5), same_pair=np.linspace(4.9, 5.1, 12))  # fmt: skip
+        disjoint=np.full(12, 1.0), shared_member=np.full(12, 1.5), same_pair=np.linspace(4.9, 5.1, 12)
+    )
     moments = replace(moments, pairs=pairs, coefficients=np.tile([30.0, 0.0, 1.0], (12, 1)))
     results = summarise(moments, [2], n_bootstrap=50)
     worse = results["estimators"]["naive"]

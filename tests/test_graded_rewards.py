@@ -37,12 +37,12 @@ def measure(policy, problems, out, *more, capsys=None):  # noqa: F811
     flags = ("--model", policy, *FLAGS)
     assert call(calculate_oracle_v, "--dataset", problems, "--n_oracle", 60, "--out_dir", out, *flags)[0] == 0
     table = out / "oracle_v_n60_four tokens.jsonl"
-    return call(run_tracecov, "--oracle_table", table, "--save_json", out, "--K_list", 2, 4, "--M", 8, *flags, *more,
-                capsys=capsys)
+    return call(
+        run_tracecov, "--oracle_table", table, "--save_json", out, "--K_list", 2, 4, "--M", 8, *flags, *more, capsys=capsys
+    )
 
 
-def test_both_scripts_the_results_and_every_picture_take_graded_rewards(
-        graded_reward, policy, problems, tmp_path, capsys):  # noqa: F811
+def test_both_scripts_the_results_and_every_picture_take_graded_rewards(graded_reward, policy, problems, tmp_path, capsys):  # noqa: F811
     code, out, err = measure(policy, problems, tmp_path, "--estimators", "all", "--budget", 16, capsys=capsys)
     assert code == 0, err
     assert "mean V" in out and ", from -" in out and "V = 0" not in out
@@ -71,8 +71,19 @@ def test_both_scripts_the_results_and_every_picture_take_graded_rewards(
     make_report([str(tmp_path / "tracecov_four tokens.json"), "--out", str(tmp_path / "report.html")])
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
-    again = call(run_tracecov, "--from_grams", tmp_path / "grams", "--K_list", 2, 3, "--estimators", "all",
-                 "--save_json", tmp_path / "again", capsys=capsys)
+    again = call(
+        run_tracecov,
+        "--from_grams",
+        tmp_path / "grams",
+        "--K_list",
+        2,
+        3,
+        "--estimators",
+        "all",
+        "--save_json",
+        tmp_path / "again",
+        capsys=capsys,
+    )
     assert again[0] == 0
     other = read(tmp_path / "again" / "tracecov_four tokens.json")
     assert other["conditional_on_x"]["grpo"][0] == pytest.approx(results["conditional_on_x"]["grpo"][0])
@@ -80,10 +91,22 @@ def test_both_scripts_the_results_and_every_picture_take_graded_rewards(
 
 @pytest.mark.parametrize("bad, shown", [(float("nan"), "nan"), (float("inf"), "inf"), (None, "None"), ("yes", "'yes'")])
 def test_a_reward_that_is_no_finite_number_is_one_line_that_names_the_prompt(
-        bad, shown, monkeypatch, policy, problems, tmp_path, capsys):  # noqa: F811
+    bad, shown, monkeypatch, policy, problems, tmp_path, capsys
+):  # noqa: F811
     monkeypatch.setitem(utils.REWARDS, "integer", Reward(utils.REWARDS["integer"].check, lambda text, gold: bad))
-    outcome = call(calculate_oracle_v, "--model", policy, "--dataset", problems, "--n_oracle", 4, "--out_dir", tmp_path,
-                   *FLAGS, capsys=capsys)
+    outcome = call(
+        calculate_oracle_v,
+        "--model",
+        policy,
+        "--dataset",
+        problems,
+        "--n_oracle",
+        4,
+        "--out_dir",
+        tmp_path,
+        *FLAGS,
+        capsys=capsys,
+    )
     one_line_error(outcome, "line 1", "integer", shown, "finite number")
 
 
@@ -107,13 +130,16 @@ def test_a_row_that_says_its_rewards_are_graded_may_have_any_finite_oracle_value
     assert row.oracle_value == value and row.correct_count is None
 
 
-@pytest.mark.parametrize("columns, message", [
-    (dict(V_oracle=1.2), 'outside [0, 1]; where rewards are not 0 or 1 the row needs "reward_values": "graded"'),
-    (dict(V_oracle=1.2, reward_values="0/1"), "outside [0, 1]"),
-    (dict(V_oracle=0.5, reward_values="binary"), 'reward_values is "binary"'),
-    (dict(V_oracle=0.5, reward_values=["graded"]), "reward_values is"),
-    (dict(V_oracle=None, reward_values="graded"), "V_oracle is null"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        (dict(V_oracle=1.2), 'outside [0, 1]; where rewards are not 0 or 1 the row needs "reward_values": "graded"'),
+        (dict(V_oracle=1.2, reward_values="0/1"), "outside [0, 1]"),
+        (dict(V_oracle=0.5, reward_values="binary"), 'reward_values is "binary"'),
+        (dict(V_oracle=0.5, reward_values=["graded"]), "reward_values is"),
+        (dict(V_oracle=None, reward_values="graded"), "V_oracle is null"),
+    ],
+)
 def test_without_that_column_an_oracle_value_outside_0_and_1_is_refused_as_before(tmp_path, columns, message):
     with pytest.raises(UserError) as caught:
         load_oracle_table(table_of(tmp_path, **columns))

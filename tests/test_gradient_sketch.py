@@ -21,12 +21,17 @@ def sketch(model, prompt, k, seed=0, weights=WEIGHTS, continuations_seed=0):
 def gradients(model, prompt, continuations_seed=0):
     for p in model.parameters():
         p.requires_grad_(True)
-    return WEIGHTS @ per_sample_scores(model, prompt, random_continuations(continuations_seed, (3, 6, 1, 5)),
-                                       LAW).numpy()
+    return WEIGHTS @ per_sample_scores(model, prompt, random_continuations(continuations_seed, (3, 6, 1, 5)), LAW).numpy()
 
 
-@pytest.mark.parametrize("family,settings", [*((f, {}) for f in FAMILIES), ("qwen2", dict(tie_word_embeddings=True)),
-                                             ("mixtral", dict(num_local_experts=2, num_experts_per_tok=1))])
+@pytest.mark.parametrize(
+    "family,settings",
+    [
+        *((f, {}) for f in FAMILIES),
+        ("qwen2", dict(tie_word_embeddings=True)),
+        ("mixtral", dict(num_local_experts=2, num_experts_per_tok=1)),
+    ],
+)
 def test_a_sketch_as_wide_as_the_parameters_is_the_gradient(family, settings):
     model = tiny_model(family, **settings)
     exact = sketch(model, PROMPTS[0], 1000)
@@ -35,8 +40,10 @@ def test_a_sketch_as_wide_as_the_parameters_is_the_gradient(family, settings):
     np.testing.assert_allclose(exact, truth, rtol=1e-4, atol=1e-5 * np.abs(truth).max())
 
 
-@pytest.mark.parametrize("family,settings", [("qwen2", dict(tie_word_embeddings=True)), ("gpt2", {}),
-                                             ("mixtral", dict(num_local_experts=2, num_experts_per_tok=1))])
+@pytest.mark.parametrize(
+    "family,settings",
+    [("qwen2", dict(tie_word_embeddings=True)), ("gpt2", {}), ("mixtral", dict(num_local_experts=2, num_experts_per_tok=1))],
+)
 def test_inner_products_of_sketches_are_unbiased_for_those_of_the_gradients(family, settings):
     model = tiny_model(family, **settings)
     a, b = gradients(model, PROMPTS[0])[0], gradients(model, PROMPTS[1], 1)[0]
@@ -45,8 +52,10 @@ def test_inner_products_of_sketches_are_unbiased_for_those_of_the_gradients(fami
     found = []
     for seed in range(60):
         grams = ScoreGram(model, LAW, sketch_dim=4, sketch_seed=seed)
-        pair = [grams.block(prompt, random_continuations(s, (3, 6, 1, 5)), weights=WEIGHTS).sketch[0].astype(float)
-                for s, prompt in enumerate(PROMPTS)]
+        pair = [
+            grams.block(prompt, random_continuations(s, (3, 6, 1, 5)), weights=WEIGHTS).sketch[0].astype(float)
+            for s, prompt in enumerate(PROMPTS)
+        ]
         found.append((pair[0] @ pair[1], pair[0] @ pair[0]))
         for p in model.parameters():
             p.requires_grad_(True)
@@ -74,8 +83,15 @@ def test_sketching_leaves_the_gram_as_it_is():
 
 
 def test_matrices_stay_far_smaller_than_the_parameters():
-    model = tiny_model("llama", hidden_size=256, intermediate_size=512, num_attention_heads=4, head_dim=64,
-                       vocab_size=2000, dtype=torch.float32)
+    model = tiny_model(
+        "llama",
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=4,
+        head_dim=64,
+        vocab_size=2000,
+        dtype=torch.float32,
+    )
     grams = ScoreGram(model, LAW, sketch_dim=8)
     grams.block(PROMPTS[0], random_continuations(0, (3, 6, 1, 5)), weights=WEIGHTS)
     held = sum(m.numel() for m in grams.sketch.matrices.values() if m is not None)

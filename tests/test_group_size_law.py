@@ -166,9 +166,13 @@ def test_the_whole_law_from_many_prompts_is_that_of_the_exact_constants():
     target = np.mean([policy.theta for policy in family], axis=0)
     size = law["gradient_noise_scale_G"]
     truth = {
-        "c1": c1, "c2": c2, "c3": c3, "G_star": 1 + np.sqrt(c3 / c1), "mean_theta_norm_sq": target @ target,
+        "c1": c1,
+        "c2": c2,
+        "c3": c3,
+        "G_star": 1 + np.sqrt(c3 / c1),
+        "mean_theta_norm_sq": target @ target,
         "gradient_noise_scale": (c1 + c2 / size + c3 / (size * (size - 1))) / (target @ target),
-    }  # fmt: skip
+    }
     for name, value in truth.items():
         low, high = law[f"{name}_ci95"]
         slack = (high - low) / 2  # four standard errors in all: 95% would fail one run in twenty
@@ -321,8 +325,9 @@ def test_the_sketch_error_moves_c1_far_less_than_the_norm_of_the_mean_and_shrink
     spread = {}
     for k in (3, 6, 12):
         laws = [group_size_law(*moments, sketch(gradients, k, seed)[0], n_bootstrap=2) for seed in range(40)]
-        spread[k] = [np.std([law[name] for law in laws]) / np.mean([law[name] for law in laws])
-                     for name in ("c1", "mean_theta_norm_sq")]  # fmt: skip
+        spread[k] = [
+            np.std([law[name] for law in laws]) / np.mean([law[name] for law in laws]) for name in ("c1", "mean_theta_norm_sq")
+        ]
     assert all(c1 < 0.4 * norm for c1, norm in spread.values())
     assert spread[12][0] < spread[6][0] < spread[3][0]
 
@@ -390,8 +395,9 @@ def test_rewards_that_never_differ_have_no_best_group_size_and_say_why():
     rewards, grams = np.full((6, 8), 0.1), np.random.default_rng(0).normal(size=(6, 8, 20))
     moments = pair_moments(grams @ grams.swapaxes(1, 2), rewards)
     theta_sq = moments.disjoint
-    law = group_size_law(theta_sq, moments.shared_member - theta_sq, moments.same_pair - theta_sq, np.zeros((6, 4)),
-                         n_bootstrap=50)  # fmt: skip
+    law = group_size_law(
+        theta_sq, moments.shared_member - theta_sq, moments.same_pair - theta_sq, np.zeros((6, 4)), n_bootstrap=50
+    )
     for name in (*ANSWERS, "almost_best", "more_prompts", "gradient_noise_scale"):
         assert law[name] is None and law["reasons"][name].startswith("no reward ever differed"), name
     assert law["relative_mse"]["value"] is None and "no reward ever differed" in law["reasons"]["relative_mse"]
@@ -400,8 +406,9 @@ def test_rewards_that_never_differ_have_no_best_group_size_and_say_why():
 
 
 def test_gradients_of_zero_with_rewards_that_differ_are_not_called_rewards_that_never_differ():
-    law = group_size_law(np.r_[0.0, 1.0, -1.0, 0, 0], np.zeros(5), np.r_[0.0, -1.0, 2.0, 0, 0], np.zeros((5, 4)),
-                         n_bootstrap=50)  # fmt: skip
+    law = group_size_law(
+        np.r_[0.0, 1.0, -1.0, 0, 0], np.zeros(5), np.r_[0.0, -1.0, 2.0, 0, 0], np.zeros((5, 4)), n_bootstrap=50
+    )
     assert law["G_star"] is None and "no reward ever differed" not in law["reasons"]["G_star"]
 
 
@@ -490,12 +497,15 @@ def test_the_noise_scale_is_null_where_the_mean_gradient_may_be_zero_and_has_its
     assert law["gradient_noise_scale_ci95"][0] < law["gradient_noise_scale"] < law["gradient_noise_scale_ci95"][1]
 
 
-@pytest.mark.parametrize("spoil, message", [
-    (lambda case: [case[0], case[1][:-1], *case[2:]], "39 prompts, not 40"),
-    (lambda case: [*case[:3], case[3][:-1], case[4]], "sketches: 39 prompts"),
-    (lambda case: [case[0] * np.nan, *case[1:]], "not finite"),
-    (lambda case: [*case[:3], case[3] * np.inf, case[4]], "sketches: a value is not finite"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda case: [case[0], case[1][:-1], *case[2:]], "39 prompts, not 40"),
+        (lambda case: [*case[:3], case[3][:-1], case[4]], "sketches: 39 prompts"),
+        (lambda case: [case[0] * np.nan, *case[1:]], "not finite"),
+        (lambda case: [*case[:3], case[3] * np.inf, case[4]], "sketches: a value is not finite"),
+    ],
+)
 def test_arrays_that_do_not_belong_together_are_refused(spoil, message):
     with pytest.raises(ValueError, match=message):
         group_size_law(*spoil(plain_case()), n_bootstrap=10)
@@ -559,6 +569,7 @@ def test_cosines_of_prompt_averages_are_those_of_the_true_means_not_of_single_pr
     """An estimator at 60 degrees from theta on average, in noise that makes every single prompt's cosine near 0."""
     generator = np.random.default_rng(0)
     theta_mean, other = np.eye(30)[0], np.array([0.5, np.sqrt(0.75)] + [0.0] * 28)
+
     def around(mean):
         return mean + 0.4 * generator.normal(size=(300, 30))
 

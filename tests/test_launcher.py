@@ -40,10 +40,17 @@ def place(tmp_path_factory):
 def good(place, **changes) -> list[str]:
     """Flags of a run that passes every check."""
     flags = {
-        "model": place / "my model", "train_files": place / "train.parquet", "val_files": place / "val.parquet",
-        "run_dir": place / "run", "group_size": 8, "budget": 256, "update_budget": 128, "gpus_per_node": 1,
-        "max_response_length": 64, **changes,
-    }  # fmt: skip
+        "model": place / "my model",
+        "train_files": place / "train.parquet",
+        "val_files": place / "val.parquet",
+        "run_dir": place / "run",
+        "group_size": 8,
+        "budget": 256,
+        "update_budget": 128,
+        "gpus_per_node": 1,
+        "max_response_length": 64,
+        **changes,
+    }
     return [text for name, value in flags.items() if value is not None for text in (f"--{name}", str(value))]
 
 
@@ -111,9 +118,29 @@ def test_what_follows_the_dashes_comes_last_and_unchanged():
 
 
 @pytest.mark.parametrize(
-    "text", ["a b", "it's", 'say "x"', "back\\", '\\"', "a=b,c", "[x]", "null", "TRUE", "1e5", "ünï", "(a)", "a:b", "~/x",
-             "a$b", "#x", "", "plain/path_1.parquet", "/abs/a-b.c"]
-)  # fmt: skip
+    "text",
+    [
+        "a b",
+        "it's",
+        'say "x"',
+        "back\\",
+        '\\"',
+        "a=b,c",
+        "[x]",
+        "null",
+        "TRUE",
+        "1e5",
+        "ünï",
+        "(a)",
+        "a:b",
+        "~/x",
+        "a$b",
+        "#x",
+        "",
+        "plain/path_1.parquet",
+        "/abs/a-b.c",
+    ],
+)
 def test_hydra_reads_any_text_back_as_it_was(text):
     pytest.importorskip("hydra", reason="hydra is not installed")
     from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -126,8 +153,16 @@ def test_hydra_reads_any_text_back_as_it_was(text):
 
 WITHOUT_VERL = [
     ("G does not divide the budget", dict(group_size=3), r"--group_size 3 does not divide --budget 256: .*change --budget"),
-    ("G does not divide the update", dict(group_size=64, budget=1024, update_budget=32), "--group_size 64 does not divide --update_budget 32"),
-    ("G does not divide the epochs", dict(group_size=256, budget=1024, update_budget=256), "--group_size 256 does not divide --epoch_budget 128"),
+    (
+        "G does not divide the update",
+        dict(group_size=64, budget=1024, update_budget=32),
+        "--group_size 64 does not divide --update_budget 32",
+    ),
+    (
+        "G does not divide the epochs",
+        dict(group_size=256, budget=1024, update_budget=256),
+        "--group_size 256 does not divide --epoch_budget 128",
+    ),
     ("G of one", dict(group_size=1), None),
     ("G is no number", dict(group_size="many"), None),
     ("learning rate is text", dict(learning_rate="abc"), None),
@@ -135,7 +170,11 @@ WITHOUT_VERL = [
     ("estimator misspelt", dict(estimator="gpro"), None),
     ("no steps between checkpoints", dict(save_freq=0), None),
     ("several nodes without a cluster", dict(nnodes=2), "--nnodes: .*--ray_address"),
-    ("no training file", dict(train_files="absent.parquet"), r"--train_files .*absent.parquet: no such file; make it with data/prepare"),
+    (
+        "no training file",
+        dict(train_files="absent.parquet"),
+        r"--train_files .*absent.parquet: no such file; make it with data/prepare",
+    ),
     ("no validation file", dict(val_files="absent.parquet"), "--val_files .*absent.parquet: no such file"),
     ("a folder for a file", dict(train_files="{place}"), "--train_files .*: is a folder"),
     ("JSONL for parquet", dict(train_files="{place}/rows.jsonl"), "whose name ends in .parquet"),
@@ -150,7 +189,7 @@ WITHOUT_VERL = [
     ("heads not shared among GPUs", dict(tensor_parallel=3, gpus_per_node=3), "does not divide the model's 2 attention heads"),
     ("experiment with a slash", dict(experiment="a/b"), "--experiment 'a/b'"),
     ("run folder is a file", dict(run_dir="{place}/rows.jsonl"), "--run_dir .*: is a file"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -223,16 +262,40 @@ WITH_VERL = [
     ("learning rate is infinite", ["actor_rollout_ref.actor.optim.lr=inf"], "optim.lr=inf: a finite number"),
     ("a switch is text", ["actor_rollout_ref.actor.use_kl_loss=perhaps"], "use_kl_loss=perhaps: True or False"),
     ("missing file behind the dashes", ["data.train_files=/absent/x.parquet"], "/absent/x.parquet: no such file"),
-    ("micro-batch does not divide", ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=24"], r"--micro_batch_size 24 does not divide the 128 continuations of a GPU"),
-    ("log-prob batch does not divide", ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=24"], "--log_prob_micro_batch_size 24 does not divide the 256"),
-    ("mini-batch does not divide", ["actor_rollout_ref.actor.ppo_mini_batch_size=12"], "--mini_batch_size 12 does not divide --train_batch_size 32"),
-    ("tensor parallelism does not fit", ["trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.tensor_model_parallel_size=3"], "--tensor_parallel 3 does not fit 1 nodes of 4 GPUs"),
+    (
+        "micro-batch does not divide",
+        ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=24"],
+        r"--micro_batch_size 24 does not divide the 128 continuations of a GPU",
+    ),
+    (
+        "log-prob batch does not divide",
+        ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=24"],
+        "--log_prob_micro_batch_size 24 does not divide the 256",
+    ),
+    (
+        "mini-batch does not divide",
+        ["actor_rollout_ref.actor.ppo_mini_batch_size=12"],
+        "--mini_batch_size 12 does not divide --train_batch_size 32",
+    ),
+    (
+        "tensor parallelism does not fit",
+        ["trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.tensor_model_parallel_size=3"],
+        "--tensor_parallel 3 does not fit 1 nodes of 4 GPUs",
+    ),
     ("batch does not fit the GPUs", ["trainer.n_gpus_per_node=3"], "cannot be shared among 3 GPUs"),
-    ("reward under the dead key", ["custom_reward_function.path=/x.py"], "VERL 0.9.1 ignores it; use reward.custom_reward_function.path"),
+    (
+        "reward under the dead key",
+        ["custom_reward_function.path=/x.py"],
+        "VERL 0.9.1 ignores it; use reward.custom_reward_function.path",
+    ),
     ("reward manager under the dead key", ["reward_model.reward_manager=dapo"], "use reward.reward_manager.name"),
     ("reward file is missing", ["reward.custom_reward_function.path=/absent.py"], "VERL cannot load it"),
     ("reward function is missing", ["reward.custom_reward_function.path='{place}/reward.py'"], "VERL cannot load it"),
-    ("unknown key", ["trainer.epochs=3"], r"^trainer.epochs: VERL has no such key; is it trainer.\w+\? \(\+trainer.epochs=... adds one\)$"),
+    (
+        "unknown key",
+        ["trainer.epochs=3"],
+        r"^trainer.epochs: VERL has no such key; is it trainer.\w+\? \(\+trainer.epochs=... adds one\)$",
+    ),
     ("misspelt key", ["data.train_batchsize=3"], "data.train_batchsize: VERL has no such key; is it data.train_batch_size"),
     ("no override", ["train_batch_size"], "VERL's configuration: .*train_batch_size"),
     ("unknown engine", ["actor_rollout_ref.rollout.name=vlm"], "rollout.name=vlm: unknown to VERL; use one of .*vllm"),
@@ -240,18 +303,50 @@ WITH_VERL = [
     ("unknown resume mode", ["trainer.resume_mode=always"], "resume_mode=always: unknown to VERL"),
     ("unknown aggregation", ["actor_rollout_ref.actor.loss_agg_mode=mean"], "VERL's validate_config: .*loss_agg_mode"),
     ("batch below the mini-batch", ["data.train_batch_size=8"], "--mini_batch_size 16 does not divide"),
-    ("engine without room", ["actor_rollout_ref.rollout.max_model_len=100"], "max_model_len=100: prompt and response have up to 576"),
-    ("no micro-batch", ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null"], "VERL's validate_config: .*ppo_micro_batch_size"),
-    ("fewer prompts than a step takes", ["data.train_files='{place}/few.parquet'"], "--train_files: 31 usable prompts, a step takes 32"),
-    ("answers the reward cannot use", ["data.train_files='{place}/answers.parquet'"], "row 1: the ground_truth 'none' is not an integer"),
+    (
+        "engine without room",
+        ["actor_rollout_ref.rollout.max_model_len=100"],
+        "max_model_len=100: prompt and response have up to 576",
+    ),
+    (
+        "no micro-batch",
+        ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null"],
+        "VERL's validate_config: .*ppo_micro_batch_size",
+    ),
+    (
+        "fewer prompts than a step takes",
+        ["data.train_files='{place}/few.parquet'"],
+        "--train_files: 31 usable prompts, a step takes 32",
+    ),
+    (
+        "answers the reward cannot use",
+        ["data.train_files='{place}/answers.parquet'"],
+        "row 1: the ground_truth 'none' is not an integer",
+    ),
     ("unknown reward in the data", ["data.train_files='{place}/poetry.parquet'"], "reward 'poetry' .*is unknown"),
-    ("all prompts too long", ["data.max_prompt_length=10"], r"--train_files: 0 usable prompts.*64 are longer than --max_prompt_length 10: raise it"),
-    ("token budget below one sequence", ["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=575"], "ppo_max_token_len_per_gpu=575: prompt and response have up to 576 tokens.*raise it to 576"),
+    (
+        "all prompts too long",
+        ["data.max_prompt_length=10"],
+        r"--train_files: 0 usable prompts.*64 are longer than --max_prompt_length 10: raise it",
+    ),
+    (
+        "token budget below one sequence",
+        ["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=575"],
+        "ppo_max_token_len_per_gpu=575: prompt and response have up to 576 tokens.*raise it to 576",
+    ),
     ("LoRA rank above vLLM's", ["actor_rollout_ref.model.lora_rank=513"], "lora_rank"),
-    ("a variable the template does not read", ["+data.apply_chat_template_kwargs.enable_thinking=False"], "does not read enable_thinking"),
-    ("files that VERL cannot join", ["data.train_files=['{place}/train.parquet','{place}/large.parquet']"], "large.parquet: VERL cannot load it: .*other types than in .*train.parquet"),
+    (
+        "a variable the template does not read",
+        ["+data.apply_chat_template_kwargs.enable_thinking=False"],
+        "does not read enable_thinking",
+    ),
+    (
+        "files that VERL cannot join",
+        ["data.train_files=['{place}/train.parquet','{place}/large.parquet']"],
+        "large.parquet: VERL cannot load it: .*other types than in .*train.parquet",
+    ),
     ("a key among the overrides", [f"+x.WANDB_API_KEY={FAKE_KEY}"], "x.WANDB_API_KEY: looks like a key"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("passed, message", [row[1:] for row in WITH_VERL], ids=[row[0] for row in WITH_VERL])
@@ -264,17 +359,20 @@ def test_what_verl_would_take_in_silence_is_refused(faults, capsys, passed, mess
     assert not (faults / "run").exists()
 
 
-@pytest.mark.parametrize("rows, changes, message", [
-    (5, {}, "give more, or"),
-    (31, {"group_size": 4, "budget": None, "update_budget": None, "gpus_per_node": 8}, "give more, or"),
-    (200, {"group_size": 2, "gpus_per_node": 64, "nnodes": 1}, "these fit:"),
-    (3, {"train_batch_size": 32, "mini_batch_size": 32}, "give more, or"),
-    (1, {"group_size": 2}, "give more, or"),
-    (64, {"budget": 96, "update_budget": 128}, "these fit:"),
-    (64, {"micro_batch_size": 24}, "these fit:"),
-    (64, {"gpus_per_node": 3}, "these fit:"),
-    (64, {"train_batch_size": 24, "mini_batch_size": 16}, "these fit:"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, changes, message",
+    [
+        (5, {}, "give more, or"),
+        (31, {"group_size": 4, "budget": None, "update_budget": None, "gpus_per_node": 8}, "give more, or"),
+        (200, {"group_size": 2, "gpus_per_node": 64, "nnodes": 1}, "these fit:"),
+        (3, {"train_batch_size": 32, "mini_batch_size": 32}, "give more, or"),
+        (1, {"group_size": 2}, "give more, or"),
+        (64, {"budget": 96, "update_budget": 128}, "these fit:"),
+        (64, {"micro_batch_size": 24}, "these fit:"),
+        (64, {"gpus_per_node": 3}, "these fit:"),
+        (64, {"train_batch_size": 24, "mini_batch_size": 16}, "these fit:"),
+    ],
+)
 def test_the_flags_that_are_said_to_fit_do(place, tmp_path, capsys, rows, changes, message):
     needs_verl()
     problems = [Problem(row["prompt"], str(row["ground_truth"]), "") for row in make_problems(rows, seed=1)]
@@ -291,8 +389,15 @@ def test_a_dry_run_prints_command_and_settings_and_writes_nothing(place, capsys)
     before = sorted(place.rglob("*"))
     dry_run(place, "--estimator", "paper", environment={"HOME": str(place), "WANDB_API_KEY": FAKE_KEY})
     shown = capsys.readouterr()
-    for part in ("32 prompts x 8 continuations = 256", "16 prompts x 8 = 128", "rloo", "seq-mean-token-sum",
-                 "-m verl.trainer.main_ppo", "data.train_batch_size=32", "nothing was started"):  # fmt: skip
+    for part in (
+        "32 prompts x 8 continuations = 256",
+        "16 prompts x 8 = 128",
+        "rloo",
+        "seq-mean-token-sum",
+        "-m verl.trainer.main_ppo",
+        "data.train_batch_size=32",
+        "nothing was started",
+    ):
         assert part in shown.out, part
     assert FAKE_KEY not in shown.out + shown.err and sorted(place.rglob("*")) == before
 
@@ -423,8 +528,15 @@ def shell(place, tmp_path):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "HF_HOME"))}
 
     def start(trainer, *flags):
-        environment = {**clean, "HOME": str(tmp_path), "PYTHONPATH": str(modules), "TRAINER": trainer,
-                       "WITNESS": str(tmp_path / "witness"), "WANDB_API_KEY": FAKE_KEY, "WANDB_MODE": "offline"}  # fmt: skip
+        environment = {
+            **clean,
+            "HOME": str(tmp_path),
+            "PYTHONPATH": str(modules),
+            "TRAINER": trainer,
+            "WITNESS": str(tmp_path / "witness"),
+            "WANDB_API_KEY": FAKE_KEY,
+            "WANDB_MODE": "offline",
+        }
         command = ["bash", str(LAUNCHER), "--env", str(home), *good(place, run_dir=tmp_path / "my run"), *flags]
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path

@@ -57,8 +57,17 @@ def rewritten(path, kind):
     return other
 
 
-KINDS = ("same", "large_string", "dictionary", "null_column", "index_column", "columns_in_another_order",
-         "fields_in_another_order", "pandas", "pandas_part")  # fmt: skip
+KINDS = (
+    "same",
+    "large_string",
+    "dictionary",
+    "null_column",
+    "index_column",
+    "columns_in_another_order",
+    "fields_in_another_order",
+    "pandas",
+    "pandas_part",
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,8 +101,16 @@ def composed(*overrides):
     needs_verl()
     from Policy_Optimization.verl_config import compose
 
-    return compose(["data.max_prompt_length=100", "data.max_response_length=28", "actor_rollout_ref.rollout.name=vllm",
-                    "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_dynamic_bsz=True", *overrides])
+    return compose(
+        [
+            "data.max_prompt_length=100",
+            "data.max_response_length=28",
+            "actor_rollout_ref.rollout.name=vllm",
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.actor.use_dynamic_bsz=True",
+            *overrides,
+        ]
+    )
 
 
 ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "ref"))
@@ -157,7 +174,9 @@ def test_a_checkpoint_of_eight_gpus_is_not_continued_on_four_whatever_flag_insis
 
     run_folder.check_same_gpus(tmp_path, gpus(8))
     run_folder.check_same_gpus(tmp_path, gpus(4, nnodes=2))
-    with pytest.raises(UserError, match="global_step_5/actor: this checkpoint is in 8 parts.*cannot be continued on 4; .*merge"):
+    with pytest.raises(
+        UserError, match="global_step_5/actor: this checkpoint is in 8 parts.*cannot be continued on 4; .*merge"
+    ):
         run_folder.check_same_gpus(tmp_path, gpus(4))
     needs_verl()
     (tmp_path / "run.json").write_text(json.dumps({"attempts": 1, "overrides": [], "wandb_run_id": "x"}))
@@ -169,7 +188,9 @@ def test_a_checkpoint_of_eight_gpus_is_not_continued_on_four_whatever_flag_insis
 
 
 def test_an_empty_system_message_is_written_and_taken(tmp_path):
-    rows = [{"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": f"{n}?"}], "ground_truth": n} for n in (1, 2)]
+    rows = [
+        {"prompt": [{"role": "system", "content": ""}, {"role": "user", "content": f"{n}?"}], "ground_truth": n} for n in (1, 2)
+    ]
     train, _ = prepare(tmp_path, "jsonl", write_jsonl(tmp_path / "a.jsonl", rows), None, "--val_size", "1")
     assert train[0]["prompt"][0] == {"role": "system", "content": ""}
     checks.check_rows(train, tmp_path / "train.parquet", "train_files", None)
@@ -182,10 +203,18 @@ def test_verl_renders_tool_calls_of_the_parquet_file_as_the_evaluation_renders_t
     from omegaconf import OmegaConf
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
-    model = with_template(place, USES_TOOLS.replace("m.reasoning_content is defined", "m.reasoning_content")
-                          .replace("'tool_call_id' in m", "m.tool_call_id"), tmp_path)
-    rows = [{"prompt": CALLED, "ground_truth": 5}, {"prompt": [*CALLED, *CALLED[:1]], "ground_truth": 6},
-            {"prompt": CALLED[:1], "ground_truth": 7}]  # fmt: skip
+    model = with_template(
+        place,
+        USES_TOOLS.replace("m.reasoning_content is defined", "m.reasoning_content").replace(
+            "'tool_call_id' in m", "m.tool_call_id"
+        ),
+        tmp_path,
+    )
+    rows = [
+        {"prompt": CALLED, "ground_truth": 5},
+        {"prompt": [*CALLED, *CALLED[:1]], "ground_truth": 6},
+        {"prompt": CALLED[:1], "ground_truth": 7},
+    ]
     source = write_jsonl(tmp_path / "a.jsonl", rows)
     with pytest.raises(UserError, match="a.jsonl, line 1: has messages with more than role and content: pass --model"):
         prepare(tmp_path, "jsonl", source, source)
@@ -195,8 +224,14 @@ def test_verl_renders_tool_calls_of_the_parquet_file_as_the_evaluation_renders_t
     from Gradient_evaluation.models import load_tokenizer
 
     tokenizer = load_tokenizer(str(model), None)
-    config = OmegaConf.create({"max_prompt_length": 512, "filter_overlong_prompts": True, "cache_dir": str(tmp_path),
-                               "apply_chat_template_kwargs": kwargs})  # fmt: skip
+    config = OmegaConf.create(
+        {
+            "max_prompt_length": 512,
+            "filter_overlong_prompts": True,
+            "cache_dir": str(tmp_path),
+            "apply_chat_template_kwargs": kwargs,
+        }
+    )
     data = RLHFDataset(data_files=str(tmp_path / "out" / "train.parquet"), tokenizer=tokenizer, config=config)
     assert len(data) == 3
     for source_row, row in zip(load_dataset_rows(str(source), "train"), (data[index] for index in range(3))):
@@ -251,8 +286,15 @@ def test_variables_reach_verl_as_they_were_given():
 
     from Policy_Optimization.verl_config import compose
 
-    given = {"enable_thinking": False, "date_string": "26 Jul 2024", "level": 3, "share": 0.5, "none": None, "text": "true",
-             "nested": {"a": [1, "x, y", {"b": "it's"}], "c": ""}}  # fmt: skip
+    given = {
+        "enable_thinking": False,
+        "date_string": "26 Jul 2024",
+        "level": 3,
+        "share": 0.5,
+        "none": None,
+        "text": "true",
+        "nested": {"a": [1, "x, y", {"b": "it's"}], "c": ""},
+    }
     settings = read_settings(["--chat_template_kwargs", json.dumps(given)], {})
     cfg = compose(verl_overrides(settings))
     assert OmegaConf.to_container(cfg.data.apply_chat_template_kwargs) == given

@@ -10,8 +10,16 @@ from transformers import AutoModelForCausalLM
 
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.memory import limited_memory
-from Gradient_evaluation.models import (_check_trainable, device_line, fingerprint, load_model, load_tokenizer, model_label, resolve_device,
-                                        resolve_dtype)
+from Gradient_evaluation.models import (
+    _check_trainable,
+    device_line,
+    fingerprint,
+    load_model,
+    load_tokenizer,
+    model_label,
+    resolve_device,
+    resolve_dtype,
+)
 from Gradient_evaluation.processes import check_own_gpus, gpu_identity
 
 CPU = torch.device("cpu")
@@ -65,8 +73,9 @@ def test_a_label_is_the_last_part_of_an_id_or_path(folder):
 def test_an_adapter_folder_loads_with_its_base_and_only_the_adapter_requires_grad(folder, tmp_path):
     peft = pytest.importorskip("peft")
     model = load_model(str(folder), None, CPU, torch.float32)
-    lora = peft.LoraConfig(r=2, target_modules=["c_attn"], modules_to_save=["lm_head"], init_lora_weights=False,
-                           fan_in_fan_out=True)
+    lora = peft.LoraConfig(
+        r=2, target_modules=["c_attn"], modules_to_save=["lm_head"], init_lora_weights=False, fan_in_fan_out=True
+    )
     peft.get_peft_model(model, lora).save_pretrained(tmp_path / "adapter")
     loaded = load_model(str(tmp_path / "adapter"), None, CPU, torch.float32)
     trainable = {name for name, p in loaded.named_parameters() if p.requires_grad}
@@ -134,7 +143,9 @@ def test_memory_can_be_limited_on_the_gpu_that_auto_finds(gpus, monkeypatch):
     asked = []
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: asked.append((share, device.index)))
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda share, device: asked.append((share, device.index))
+    )
     with limited_memory(20, resolve_device("auto")):
         assert asked == [(0.25, 0)]  # torch refuses a device without an index here
     assert asked[-1] == (1.0, 0)
@@ -158,8 +169,20 @@ def checkpoint(tmp_path, edit, **settings):
     return str(tmp_path / "edited")
 
 
-@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_inv", "input_scale", "qzeros", "absmax", "g_idx",
-                                  "weight.absmax", "weight.quant_state.bitsandbytes__nf4", "SCB"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weight_scale",
+        "weight_scale_inv",
+        "input_scale",
+        "qzeros",
+        "absmax",
+        "g_idx",
+        "weight.absmax",
+        "weight.quant_state.bitsandbytes__nf4",
+        "SCB",
+    ],
+)
 def test_scales_without_a_place_in_the_model_are_refused_as_those_of_a_quantised_checkpoint(name, tmp_path):
     def edit(weights):
         weights[f"model.layers.0.mlp.up_proj.{name}"] = torch.ones(1)
@@ -184,8 +207,9 @@ def test_a_weight_of_a_layer_that_the_model_has_is_refused_and_any_other_is_said
 
     with pytest.raises(UserError, match="layers of the model.*q_proj.bias"):
         load_model(checkpoint(tmp_path, bias), None, CPU, torch.float32)
-    load_model(checkpoint(tmp_path, lambda weights: weights.update({"vision.tower.weight": torch.ones(2)})), None, CPU,
-               torch.float32)
+    load_model(
+        checkpoint(tmp_path, lambda weights: weights.update({"vision.tower.weight": torch.ones(2)})), None, CPU, torch.float32
+    )
     assert "1 weights of the checkpoint have no place" in capsys.readouterr().err
 
 

@@ -14,12 +14,21 @@ from plots.style import finish, new_ax, save_figure
 HUGE = "99999999999"
 
 
-@pytest.mark.parametrize("script, flags", [
-    (run_tracecov, ("--K_list", HUGE)), (run_tracecov, ("--K_list", 4, "--M", HUGE)),
-    (run_tracecov, ("--K_list", 4, "--M", HUGE * 3)), (run_tracecov, ("--T", HUGE * 3)), (run_tracecov, ("--seed", HUGE * 3)),
-    (run_tracecov, ("--budget", HUGE * 3)), (run_tracecov, ("--gram_memory", HUGE * 3)), (run_tracecov, ("--sketch_dim", HUGE)),
-    (calculate_oracle_v, ("--n_oracle", HUGE)), (calculate_oracle_v, ("--max_new_tokens", HUGE * 3)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        (run_tracecov, ("--K_list", HUGE)),
+        (run_tracecov, ("--K_list", 4, "--M", HUGE)),
+        (run_tracecov, ("--K_list", 4, "--M", HUGE * 3)),
+        (run_tracecov, ("--T", HUGE * 3)),
+        (run_tracecov, ("--seed", HUGE * 3)),
+        (run_tracecov, ("--budget", HUGE * 3)),
+        (run_tracecov, ("--gram_memory", HUGE * 3)),
+        (run_tracecov, ("--sketch_dim", HUGE)),
+        (calculate_oracle_v, ("--n_oracle", HUGE)),
+        (calculate_oracle_v, ("--max_new_tokens", HUGE * 3)),
+    ],
+)
 def test_a_number_beyond_any_machine_is_refused_by_the_name_of_its_flag(script, flags, capsys):
     code, _, err = call(script, *(("--oracle_table", "t") if script is run_tracecov else ()), *flags, capsys=capsys)
     assert code == 2 and len(err.splitlines()) == 1 and flags[-2] in err

@@ -115,22 +115,25 @@ def changed(**changes) -> dict:
     return {**made, "curve": {**made["curve"], **changes}}
 
 
-@pytest.mark.parametrize("bad, message", [
-    (None, "holds no group_size_law"),
-    ([1], "holds no group_size_law"),
-    ({"curve": {"mse_times_N": None}}, "has no curve"),
-    ({"curve": {"mse_times_N": None}, "reasons": {"curve": "one prompt"}}, "no curve: one prompt"),
-    (changed(mse_times_N=[1.0]), "do not belong together"),
-    (changed(terms={}), "not a list of numbers"),
-    (changed(terms=None), "not a list of numbers"),
-    (changed(mse_times_N=[-1.0] * 511), "no predicted MSE .* above 0"),
-    (changed(G=["a"] * 511), "not a list of numbers"),
-    (changed(G=list(range(511))), "do not belong together"),
-    (changed(ci95=[[1, 2]]), "an interval for each G"),
-    (changed(ci95=[[1]] * 511), "an interval for each G"),
-    ({**law(), "G_star": "four"}, "G_star .* 'four'"),
-    ({**law(), "within_10_percent": [1]}, "within_10_percent"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (None, "holds no group_size_law"),
+        ([1], "holds no group_size_law"),
+        ({"curve": {"mse_times_N": None}}, "has no curve"),
+        ({"curve": {"mse_times_N": None}, "reasons": {"curve": "one prompt"}}, "no curve: one prompt"),
+        (changed(mse_times_N=[1.0]), "do not belong together"),
+        (changed(terms={}), "not a list of numbers"),
+        (changed(terms=None), "not a list of numbers"),
+        (changed(mse_times_N=[-1.0] * 511), "no predicted MSE .* above 0"),
+        (changed(G=["a"] * 511), "not a list of numbers"),
+        (changed(G=list(range(511))), "do not belong together"),
+        (changed(ci95=[[1, 2]]), "an interval for each G"),
+        (changed(ci95=[[1]] * 511), "an interval for each G"),
+        ({**law(), "G_star": "four"}, "G_star .* 'four'"),
+        ({**law(), "within_10_percent": [1]}, "within_10_percent"),
+    ],
+)
 def test_a_bad_law_is_one_line_that_names_the_file(tmp_path, bad, message):
     path = tmp_path / "bad.json"
     path.write_text(json.dumps(results(group_size_law=bad)))

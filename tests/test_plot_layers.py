@@ -16,8 +16,18 @@ from plots.style import CURVES, new_figure
 from test_plot_tracecov import results
 
 MODEL = Path(__file__).resolve().parents[1] / "data" / "tiny_model"
-KINDS = ("input_layernorm", "mlp.down_proj", "mlp.gate_proj", "mlp.up_proj", "post_attention_layernorm",
-         "self_attn.k_proj", "self_attn.o_proj", "self_attn.q_norm", "self_attn.q_proj", "self_attn.v_proj")  # fmt: skip
+KINDS = (
+    "input_layernorm",
+    "mlp.down_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "post_attention_layernorm",
+    "self_attn.k_proj",
+    "self_attn.o_proj",
+    "self_attn.q_norm",
+    "self_attn.q_proj",
+    "self_attn.v_proj",
+)
 
 
 def deep(n_layers: int = 24) -> dict:
@@ -25,8 +35,10 @@ def deep(n_layers: int = 24) -> dict:
     inside = [f"model.layers.{layer}.{kind}" for layer in range(n_layers) for kind in KINDS]
     modules = ["lm_head", "model.embed_tokens", *inside, "model.norm"]
     sizes = np.array([7.0, 5.0, *[2.0**place for _ in range(n_layers) for place in range(len(KINDS))], 3.0])
-    traces = {name: [(scale * sizes / K).tolist() for K in (4, 8, 16)]
-              for name, scale in (("naive", 3.0), ("grpo", 2.0), ("oracleV", 1.0))}  # fmt: skip
+    traces = {
+        name: [(scale * sizes / K).tolist() for K in (4, 8, 16)]
+        for name, scale in (("naive", 3.0), ("grpo", 2.0), ("oracleV", 1.0))
+    }
     return results(by_layer={"modules": modules, "trace_cov": traces, "trace_cov_ci95": {}})
 
 
@@ -34,9 +46,32 @@ def deep(n_layers: int = 24) -> dict:
 def by_layer(small_run, tmp_path_factory):
     """The results of a run with --by_layer on the shipped tiny model: six prompts, K = 4 and 8."""
     folder = tmp_path_factory.mktemp("layers")
-    flags = ["--model", MODEL, "--max_new_tokens", 8, "--device", "cpu", "--dtype", "float32", "--oracle_table",
-             small_run / "oracle_v_n50_tiny_model.jsonl", "--T", 6, "--M", 1, "--K_list", 4, 8, "--by_layer",
-             "--sketch_dim", 0, "--save_json", folder, "--skip_plot", "--quiet"]  # fmt: skip
+    flags = [
+        "--model",
+        MODEL,
+        "--max_new_tokens",
+        8,
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--oracle_table",
+        small_run / "oracle_v_n50_tiny_model.jsonl",
+        "--T",
+        6,
+        "--M",
+        1,
+        "--K_list",
+        4,
+        8,
+        "--by_layer",
+        "--sketch_dim",
+        0,
+        "--save_json",
+        folder,
+        "--skip_plot",
+        "--quiet",
+    ]
     argv, sys.argv = sys.argv, [run_tracecov.__file__, *map(str, flags)]
     try:
         cli.run(run_tracecov.main)
@@ -86,8 +121,16 @@ def test_the_kinds_of_module_and_what_is_outside_add_up_to_the_mse(estimator):
 
 def test_the_largest_kinds_are_curves_of_their_own_and_the_rest_one(by_layer):
     labels = list(points(plot_module_kinds(deep(), 4)[1]))
-    assert labels == ["v_proj", "q_proj", "q_norm", "o_proj", "k_proj", "post_attention_layernorm", "4 smaller kinds",
-                      "outside the layers"]  # fmt: skip
+    assert labels == [
+        "v_proj",
+        "q_proj",
+        "q_norm",
+        "o_proj",
+        "k_proj",
+        "post_attention_layernorm",
+        "4 smaller kinds",
+        "outside the layers",
+    ]
     assert len(labels) == MAX_KINDS + 1
     measured = list(points(plot_module_kinds(by_layer, 4)[1]))  # nine kinds
     assert len(measured) == MAX_KINDS + 1 and measured[-2:] == ["3 smaller kinds", "outside the layers"]
@@ -105,11 +148,24 @@ def test_any_number_of_layers_is_legible(draw, n_layers):
 
 
 def test_places_are_read_from_the_names_of_any_kind_of_model():
-    names = ["transformer.wte", "transformer.h.0.attn.c_proj", "transformer.h.11.mlp.c_proj",
-             "transformer.h.11.mlp.experts.3.w1", "transformer.h.11", "visual.blocks.4.norm", "lm_head"]  # fmt: skip
+    names = [
+        "transformer.wte",
+        "transformer.h.0.attn.c_proj",
+        "transformer.h.11.mlp.c_proj",
+        "transformer.h.11.mlp.experts.3.w1",
+        "transformer.h.11",
+        "visual.blocks.4.norm",
+        "lm_head",
+    ]
     assert places_of(names) == [
-        Place(None, "transformer.wte"), Place(0, "attn.c_proj"), Place(11, "mlp.c_proj"), Place(11, "mlp.experts.w1"),
-        Place(11, "layer"), Place(None, "visual.blocks"), Place(None, "lm_head")]  # fmt: skip
+        Place(None, "transformer.wte"),
+        Place(0, "attn.c_proj"),
+        Place(11, "mlp.c_proj"),
+        Place(11, "mlp.experts.w1"),
+        Place(11, "layer"),
+        Place(None, "visual.blocks"),
+        Place(None, "lm_head"),
+    ]
     assert places_of(["theta"]) == [Place(None, "theta")]
     short = shortest_names(["attn.c_proj", "mlp.c_proj", "mlp.experts.w1", "self_attn.q_proj.lora_A.default"])
     assert list(short.values()) == ["attn.c_proj", "mlp.c_proj", "w1", "default"]
@@ -117,8 +173,12 @@ def test_places_are_read_from_the_names_of_any_kind_of_model():
 
 @pytest.mark.parametrize("draw", [plot_layers, plot_module_kinds])
 def test_a_model_without_repeated_layers_is_drawn(draw):
-    figure, ax = draw(results(by_layer={"modules": ["a", "b"], "trace_cov": {
-        name: [[1.0, -2.0]] * 3 for name in ("naive", "grpo", "oracleV")}}), 4)  # fmt: skip
+    figure, ax = draw(
+        results(
+            by_layer={"modules": ["a", "b"], "trace_cov": {name: [[1.0, -2.0]] * 3 for name in ("naive", "grpo", "oracleV")}}
+        ),
+        4,
+    )
     figure.draw_without_rendering()
     assert [text.get_text() for text in ax.get_xticklabels()] == ["a", "b"]
     values = list(next(iter(points(ax).values())).values())
@@ -133,13 +193,16 @@ def test_it_draws_on_a_given_ax_and_changes_no_global_setting(by_layer, draw):
     assert dict(matplotlib.rcParams) == before
 
 
-@pytest.mark.parametrize("made, K, message", [
-    (results(), 4, "no traces by module; measure again with --by_layer"),
-    (deep(), 5, "are of K = 4, 8, 16, not of 5"),
-    (results(by_layer={}), 4, "does not hold a number for each module"),
-    (results(by_layer={"modules": ["a"], "trace_cov": {n: [[1, 2]] * 3 for n in CURVES}}), 4, "does not hold a number"),
-    (results(by_layer={"modules": ["a"], "trace_cov": {n: [["x"]] * 3 for n in CURVES}}), 4, "does not hold a number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "made, K, message",
+    [
+        (results(), 4, "no traces by module; measure again with --by_layer"),
+        (deep(), 5, "are of K = 4, 8, 16, not of 5"),
+        (results(by_layer={}), 4, "does not hold a number for each module"),
+        (results(by_layer={"modules": ["a"], "trace_cov": {n: [[1, 2]] * 3 for n in CURVES}}), 4, "does not hold a number"),
+        (results(by_layer={"modules": ["a"], "trace_cov": {n: [["x"]] * 3 for n in CURVES}}), 4, "does not hold a number"),
+    ],
+)
 def test_what_cannot_be_drawn_is_one_line(made, K, message):
     for draw in (plot_layers, plot_module_kinds):
         with pytest.raises(UserError, match=message) as caught:

@@ -12,19 +12,21 @@ from Gradient_evaluation import estimators, gram_store
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.estimator_table import ESTIMATORS
 from plots.measurement import Scores, load_measurement
-from plots.plot_estimators import (FAIR, fit_ratio_law, missing, plot_any_group_size, plot_estimators, plot_ratio,
-                                   ratios_by_size)
+from plots.plot_estimators import FAIR, fit_ratio_law, missing, plot_any_group_size, plot_estimators, plot_ratio, ratios_by_size
 from plots.plot_prompts import difficulty, plot_prompt_traces, plot_variance_shares
-from plots.plot_scores import (best_baseline, plot_best_baselines, plot_on_policy_check, plot_score_norms,
-                               reward_classes)
+from plots.plot_scores import best_baseline, plot_best_baselines, plot_on_policy_check, plot_score_norms, reward_classes
 from plots.style import name_of
 from test_plot_tracecov import notes
 from test_scripts import detailed_rows
 
 NEED_GRAMS = [
-    (plot_prompt_traces, (4,)), (plot_variance_shares, (4,)), (plot_score_norms, ()), (plot_best_baselines, (4,)),
-    (plot_on_policy_check, ()), (plot_any_group_size, ()),
-]  # fmt: skip
+    (plot_prompt_traces, (4,)),
+    (plot_variance_shares, (4,)),
+    (plot_score_norms, ()),
+    (plot_best_baselines, (4,)),
+    (plot_on_policy_check, ()),
+    (plot_any_group_size, ()),
+]
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +100,7 @@ def test_the_ratio_is_that_of_the_mean_traces_with_and_without_grams(measured, w
 
 def test_rewards_are_classed_by_value_or_in_five_of_equal_width():
     binary = reward_classes(np.array([0.0, 1.0, 1.0]))
-    assert [(name, members.tolist()) for name, members in binary] == [("0", [True, False, False]),
-                                                                     ("1", [False, True, True])]  # fmt: skip
+    assert [(name, members.tolist()) for name, members in binary] == [("0", [True, False, False]), ("1", [False, True, True])]
     rewards = np.linspace(0, 1, 101)
     classes = reward_classes(rewards)
     assert [name for name, _ in classes] == ["0 to 0.2", "0.2 to 0.4", "0.4 to 0.6", "0.6 to 0.8", "0.8 to 1"]
@@ -116,8 +117,7 @@ def test_the_means_of_the_score_norms_are_those_of_the_results(measured):
 
 
 def test_scores_of_zero_are_counted_in_n_and_mean_and_the_tick_says_that_they_are_not_drawn(measured):
-    scores = [Scores(np.array([0.0, 0.0, 1.0]), np.array([0.0, 6.0, 5.0])),
-              Scores(np.array([0.0, 1.0]), np.array([0.0, 7.0]))]  # fmt: skip
+    scores = [Scores(np.array([0.0, 0.0, 1.0]), np.array([0.0, 6.0, 5.0])), Scores(np.array([0.0, 1.0]), np.array([0.0, 7.0]))]
     figure, ax = plot_score_norms(replace(measured, scores=scores))
     texts = [text.get_text() for text in ax.get_xticklabels()]
     assert texts == ["0\nn = 3\nmean 2\n(2 at 0 not drawn)", "1\nn = 2\nmean 6"]
@@ -148,8 +148,9 @@ def test_prompts_are_marked_by_whether_grpo_is_noisier_than_vanilla_and_ties_are
 
 
 def test_without_ties_the_legend_has_no_line_for_them(measured, small_run):
-    records = [replace(record, rewards=np.arange(len(record.rewards)) % 2.0)
-               for record in gram_store.load_all(small_run / "grams")]  # fmt: skip
+    records = [
+        replace(record, rewards=np.arange(len(record.rewards)) % 2.0) for record in gram_store.load_all(small_run / "grams")
+    ]
     made = replace(measured, grams=estimators.reduce_prompts(records, [4], []))
     labels = list(lines(plot_best_baselines(made, 4)[1]))
     assert sum(label.startswith("GRPO ") for label in labels) == 2 and not any("as noisy" in label for label in labels)
@@ -175,8 +176,11 @@ def test_any_group_size_is_what_the_script_would_compute_from_the_grams(measured
     _, ax = plot_any_group_size(measured, sizes=sizes)
     summary = estimators.summarise(gram_store.load_all(small_run / "grams"), sizes)
     shown = lines(ax)
-    for label, values in (("vanilla", summary["conditional_on_x"]["naive"]), ("GRPO", summary["conditional_on_x"]["grpo"]),
-                          ("floor", summary["best_baseline"])):  # fmt: skip
+    for label, values in (
+        ("vanilla", summary["conditional_on_x"]["naive"]),
+        ("GRPO", summary["conditional_on_x"]["grpo"]),
+        ("floor", summary["best_baseline"]),
+    ):
         assert starting(shown, label)[1] == pytest.approx(values)
     (band,) = [each for each in ax.collections if each.get_facecolor()[0, 0] == pytest.approx(0)][:1]  # GRPO's blue
     heights = band.get_paths()[0].vertices
@@ -207,16 +211,20 @@ def test_all_estimators_are_compared_although_the_results_have_the_default_ones(
 def test_nothing_is_divided_by_a_signal_to_noise_ratio_of_grpo_that_may_be_zero(measured):
     """Over one below 0 the order of the estimators would turn round."""
     for own, ends in ((-0.2, [-0.3, -0.1]), (0.2, [-0.1, 0.5]), (-0.2, None)):
-        compared = {name: {"target": "theta", FAIR: [value], f"{FAIR}_ci95": [interval]}
-                    for name, value, interval in (("grpo", own, ends), ("dapo", 0.1, [0.05, 0.2]))}  # fmt: skip
+        compared = {
+            name: {"target": "theta", FAIR: [value], f"{FAIR}_ci95": [interval]}
+            for name, value, interval in (("grpo", own, ends), ("dapo", 0.1, [0.05, 0.2]))
+        }
         _, ax = plot_estimators(replace(measured, compared=compared))
         assert {c.lines[0].get_xdata()[0] for c in ax.containers} == {own, 0.1}
         assert "over that of" not in ax.get_xlabel()
 
 
 def test_groups_that_are_thrown_away_are_paid_for_in_the_comparison(measured):
-    compared = {name: {"target": "theta", FAIR: [value], f"{FAIR}_ci95": [[value / 2, 2 * value]]}
-                for name, value in (("grpo", 0.2), ("dapo", 0.1))}
+    compared = {
+        name: {"target": "theta", FAIR: [value], f"{FAIR}_ci95": [[value / 2, 2 * value]]}
+        for name, value in (("grpo", 0.2), ("dapo", 0.1))
+    }
     _, ax = plot_estimators(replace(measured, compared=compared))
     assert [text.get_text() for text in ax.get_yticklabels()] == ["dapo", "GRPO"]  # the best on top
     (line,) = [line for line in ax.lines if list(line.get_xdata()) == [1.0, 1.0]]
@@ -231,10 +239,12 @@ def test_groups_that_are_thrown_away_are_paid_for_in_the_comparison(measured):
 def test_estimators_that_are_missing_for_one_reason_are_one_line_without_doubled_words(measured):
     none = {FAIR: [None]}
     reasons = {"greedy": "not computed: nothing greedy", **dict.fromkeys(("opo", "best_baseline", "dapo"), "a larger block")}
-    made = replace(measured, compared=dict.fromkeys(("greedy", "best_baseline", "opo", "dapo", "std_verl"), none),
-                   reasons={f"estimators.{name}.{FAIR}": reason for name, reason in reasons.items()})
-    assert missing(made) == ["greedy: nothing greedy", "floor b*(x), opo, dapo: a larger block",
-                             "std_verl: no reason is given"]  # fmt: skip
+    made = replace(
+        measured,
+        compared=dict.fromkeys(("greedy", "best_baseline", "opo", "dapo", "std_verl"), none),
+        reasons={f"estimators.{name}.{FAIR}": reason for name, reason in reasons.items()},
+    )
+    assert missing(made) == ["greedy: nothing greedy", "floor b*(x), opo, dapo: a larger block", "std_verl: no reason is given"]
 
 
 def test_without_grams_the_estimators_of_the_results_are_drawn(without_grams):

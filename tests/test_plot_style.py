@@ -113,9 +113,20 @@ def test_colours_are_okabe_and_itos_and_readable_on_white():
 
 def of(model="org/base", temperature=1.0, **more) -> dict:
     table = more.pop("table", "outputs/zero_shot/oracle.jsonl")
-    return results(law={"model": model, "temperature": temperature, "top_p": 0.95, "top_k": 0, "stop": [],
-                        "scoring": "exact", "max_new_tokens": 32, "seed": 0, **more},
-                   config={"oracle_table": table})  # fmt: skip
+    return results(
+        law={
+            "model": model,
+            "temperature": temperature,
+            "top_p": 0.95,
+            "top_k": 0,
+            "stop": [],
+            "scoring": "exact",
+            "max_new_tokens": 32,
+            "seed": 0,
+            **more,
+        },
+        config={"oracle_table": table},
+    )
 
 
 @pytest.mark.parametrize(

@@ -156,10 +156,13 @@ def test_the_suffix_chooses_the_format_and_folders_are_made(tmp_path, suffix, st
         ('{"K_list": [4], "conditional_on_x": {"naive": ["a"], "grpo": [1], "oracleV": [1]}}', "not a number"),
         ('{"K_list": [4], "conditional_on_x": {"naive": [NaN], "grpo": [1], "oracleV": [1]}}', "not a number"),
         ('{"K_list": [4], "conditional_on_x": {"naive": 1, "grpo": [1], "oracleV": [1]}}', "naive does not have"),
-        ('{"K_list": [4], "conditional_on_x": {"naive": [1], "grpo": [1], "oracleV": [1]}, "best_baseline": [1],'
-         ' "best_baseline_ci95": [[1]]}', "interval"),
+        (
+            '{"K_list": [4], "conditional_on_x": {"naive": [1], "grpo": [1], "oracleV": [1]}, "best_baseline": [1],'
+            ' "best_baseline_ci95": [[1]]}',
+            "interval",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_bad_results_file_is_one_line_that_names_it(tmp_path, text, message):
     path = tmp_path / "bad.json"
     path.write_text(text)
@@ -183,7 +186,5 @@ def test_missing_files_folders_and_unwritable_places_are_user_errors(tmp_path):
 
 def test_from_the_shell_an_error_is_one_line_and_exit_code_two(tmp_path):
     for extra in (["--out", "x.pdf"], ["--out", "x.pdf", "--lo"], []):
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), "none.json", *extra], cwd=tmp_path, capture_output=True, text=True
-        )
+        done = subprocess.run([sys.executable, str(SCRIPT), "none.json", *extra], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

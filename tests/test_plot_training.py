@@ -89,8 +89,13 @@ def test_a_real_offline_run_of_wandb_is_read(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     for name in ("WANDB_API_KEY", "WANDB_RUN_ID", "WANDB_RESUME"):
         monkeypatch.delenv(name, raising=False)
-    run = wandb.init(mode="offline", dir=str(tmp_path), project="test", id="g8_seed1",
-                     settings=wandb.Settings(silent=True, x_disable_stats=True))  # fmt: skip
+    run = wandb.init(
+        mode="offline",
+        dir=str(tmp_path),
+        project="test",
+        id="g8_seed1",
+        settings=wandb.Settings(silent=True, x_disable_stats=True),
+    )
     for step in range(11):
         run.log({"padding": "x" * 40_000, **({METRIC: CURVE[step]} if step in CURVE else {})}, step=step)  # many blocks
     run.finish()
@@ -196,7 +201,7 @@ def test_the_command_writes_figure_and_numbers(tmp_path, capsys):
         ("results.json", "{}", "give the manifest.json of a sweep"),
         ("folder", {}, "is no run folder"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(tmp_path, name, content, message):
     path = tmp_path / name
     if isinstance(content, dict):

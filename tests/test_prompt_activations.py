@@ -91,12 +91,15 @@ def assert_same(work, x, *settings):
     torch.testing.assert_close(gradient(work, x, *settings), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("work", [
-    lambda x: (x * 2).square().sin(),
-    lambda x: (x * 2).transpose(1, 2).exp(),
-    lambda x: (x * 2)[..., 1:4].cos(),  # not dense
-    lambda x: (x * 2).unflatten(-1, (3, 2)).transpose(1, 2).tanh(),  # (rows, heads, places, width)
-])
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda x: (x * 2).square().sin(),
+        lambda x: (x * 2).transpose(1, 2).exp(),
+        lambda x: (x * 2)[..., 1:4].cos(),  # not dense
+        lambda x: (x * 2).unflatten(-1, (3, 2)).transpose(1, 2).tanh(),  # (rows, heads, places, width)
+    ],
+)
 def test_views_in_any_order_come_back_as_they_were(work):
     assert_same(work, places(4, 7, 6, 3), 4, 7, 3)
 

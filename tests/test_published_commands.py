@@ -10,8 +10,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_scripts import (PROMPTS, call, detailed_rows, one_line_error, policy, problems, read, rows_of, table,  # noqa: F401
-                          tracecov)
+from test_scripts import (
+    PROMPTS,
+    call,
+    detailed_rows,
+    one_line_error,
+    policy,
+    problems,
+    read,
+    rows_of,
+    table,  # noqa: F401
+    tracecov,
+)
 
 from tiny_models import tiny_tokenizer
 
@@ -26,24 +36,51 @@ from Policy_Optimization.settings import read_settings, verl_overrides
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 ORACLE = "python Gradient_evaluation/calculate_oracle_v.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Kyleyee/arithmetic-"
-TRACECOV = ("python Gradient_evaluation/run_tracecov.py --model Qwen/Qwen2.5-0.5B-Instruct "
-            "--oracle_table outputs/oracle_v/your_oracle_table.jsonl --save_json outputs/tracecov_json ")
-COMMANDS = [ORACLE + "few-shot --split train --n_oracle 1000 --out_dir outputs/oracle_v",
-            ORACLE + "test --split train --n_oracle 1000 --out_dir outputs/oracle_v_test",
-            TRACECOV + "--plot_path outputs/tracecov_plot",
-            TRACECOV + "--skip_plot"]
+TRACECOV = (
+    "python Gradient_evaluation/run_tracecov.py --model Qwen/Qwen2.5-0.5B-Instruct "
+    "--oracle_table outputs/oracle_v/your_oracle_table.jsonl --save_json outputs/tracecov_json "
+)
+COMMANDS = [
+    ORACLE + "few-shot --split train --n_oracle 1000 --out_dir outputs/oracle_v",
+    ORACLE + "test --split train --n_oracle 1000 --out_dir outputs/oracle_v_test",
+    TRACECOV + "--plot_path outputs/tracecov_plot",
+    TRACECOV + "--skip_plot",
+]
 # flag -> (values that are taken there, default there); ours of the same name must take and mean the same
-SHARED = {"model": (["a/b"], None), "revision": (["v2"], "main"), "seed": (["3"], 0), "temperature": (["0.5"], 1.0),
-          "top_p": (["0.9"], 0.95), "max_new_tokens": (["7"], 32)}
+SHARED = {
+    "model": (["a/b"], None),
+    "revision": (["v2"], "main"),
+    "seed": (["3"], 0),
+    "temperature": (["0.5"], 1.0),
+    "top_p": (["0.9"], 0.95),
+    "max_new_tokens": (["7"], 32),
+}
 FLAGS = {
-    calculate_oracle_v: {**SHARED, "dataset": (["a/b"], None), "split": (["test"], "train"), "n_oracle": (["5"], 1000),
-                         "batch_size": (["4"], 32), "out_dir": (["a"], "oracle_v_results"),
-                         "device": (["cuda"], "auto"), "dtype": (["fp16", "bf16", "fp32"], "auto")},
-    run_tracecov: {**SHARED, "oracle_table": (["a.parquet"], None), "T": (["9"], 500), "M": (["2"], 16),
-                   "K_list": (["4"], [4, 8, 16, 32, 64]), "gen_bs": (["4"], 64), "subsample_prompts": (["20"], None),
-                   "save_json": (["a"], None), "plot_path": (["a"], None), "skip_plot": ([], False),
-                   "device": (["cuda"], "auto"), "dtype": (["fp16", "bf16"], "auto")},
-}  # fmt: skip
+    calculate_oracle_v: {
+        **SHARED,
+        "dataset": (["a/b"], None),
+        "split": (["test"], "train"),
+        "n_oracle": (["5"], 1000),
+        "batch_size": (["4"], 32),
+        "out_dir": (["a"], "oracle_v_results"),
+        "device": (["cuda"], "auto"),
+        "dtype": (["fp16", "bf16", "fp32"], "auto"),
+    },
+    run_tracecov: {
+        **SHARED,
+        "oracle_table": (["a.parquet"], None),
+        "T": (["9"], 500),
+        "M": (["2"], 16),
+        "K_list": (["4"], [4, 8, 16, 32, 64]),
+        "gen_bs": (["4"], 64),
+        "subsample_prompts": (["20"], None),
+        "save_json": (["a"], None),
+        "plot_path": (["a"], None),
+        "skip_plot": ([], False),
+        "device": (["cuda"], "auto"),
+        "dtype": (["fp16", "bf16"], "auto"),
+    },
+}
 
 
 def parsed(script, monkeypatch, *words):
@@ -84,8 +121,10 @@ def published_choice(rows, seed, T, subsample=None):
     return rows[:T]
 
 
-@pytest.mark.parametrize("n, T, subsample", [(40, 500, None), (40, 12, None), (40, 12, 20), (40, 500, 20), (40, 12, 40),
-                                             (40, 12, 99), (7, 7, 1), (1000, 500, 600)])
+@pytest.mark.parametrize(
+    "n, T, subsample",
+    [(40, 500, None), (40, 12, None), (40, 12, 20), (40, 500, 20), (40, 12, 40), (40, 12, 99), (7, 7, 1), (1000, 500, 600)],
+)
 def test_the_prompts_are_those_of_the_released_script_in_its_order(n, T, subsample):
     rows = [{"prompt": i} for i in range(n)]
     for seed in (0, 1, 7):
@@ -101,8 +140,12 @@ def test_fewer_prompts_are_the_first_of_more():
 
 def test_a_run_measures_the_prompts_of_the_released_script_and_numbers_them_as_it_does(policy, table, tmp_path):  # noqa: F811
     flags, seen = ("--K_list", 4, "--M", 1, "--seed", 3), []
-    for name, more, choice in (("a", (), (400,)), ("b", ("--T", 3), (3,)), ("c", ("--T", 3, "--subsample_prompts", 4), (3, 4)),
-                               ("d", ("--subsample_prompts", "--T", 3), (3,))):
+    for name, more, choice in (
+        ("a", (), (400,)),
+        ("b", ("--T", 3), (3,)),
+        ("c", ("--T", 3, "--subsample_prompts", 4), (3, 4)),
+        ("d", ("--subsample_prompts", "--T", 3), (3,)),
+    ):
         assert tracecov(policy, table, tmp_path / name, *flags, *more)[0] == 0
         found = read(tmp_path / name / "tracecov_four tokens_K4_detailed.json")["prompt_results"]
         assert [row["prompt"] for row in found] == published_choice(PROMPTS, 3, *choice)
@@ -110,15 +153,40 @@ def test_a_run_measures_the_prompts_of_the_released_script_and_numbers_them_as_i
         assert [row["table_row"] for row in found] == [PROMPTS.index(row["prompt"]) for row in found]
         seen.append(found)
     assert seen[0][:3] == seen[1] == seen[3]  # more prompts change nothing of the first
-    assert call(run_tracecov, "--from_grams", tmp_path / "c" / "grams", "--K_list", 4, "--skip_plot", "--save_json",
-                tmp_path / "again")[0] == 0
+    assert (
+        call(
+            run_tracecov,
+            "--from_grams",
+            tmp_path / "c" / "grams",
+            "--K_list",
+            4,
+            "--skip_plot",
+            "--save_json",
+            tmp_path / "again",
+        )[0]
+        == 0
+    )
     assert read(tmp_path / "again" / "tracecov_four tokens_K4_detailed.json")["prompt_results"] == seen[2]
 
 
 def test_prompts_are_taken_in_the_drawn_order_and_more_of_them_keep_the_grams(policy, table, tmp_path, monkeypatch):  # noqa: F811
     flags = ("--K_list", 4, "--M", 1, "--seed", 3)
-    args = parsed(run_tracecov, monkeypatch, "--model", str(policy), "--oracle_table", "t", "--save_json", "s", "--seed", "3",
-                  "--T", "4", "--max_new_tokens", "2")
+    args = parsed(
+        run_tracecov,
+        monkeypatch,
+        "--model",
+        str(policy),
+        "--oracle_table",
+        "t",
+        "--save_json",
+        "s",
+        "--seed",
+        "3",
+        "--T",
+        "4",
+        "--max_new_tokens",
+        "2",
+    )
     taken, _ = run_tracecov.choose_rows(load_oracle_table(table), args, tiny_tokenizer(("<eos>", "1", "2", "3")), Chat())
     assert [row.prompt for _, row, _ in taken] == published_choice(PROMPTS, 3, 4)
     assert [index for index, _, _ in taken] == [PROMPTS.index(row.prompt) for _, row, _ in taken]
@@ -160,7 +228,9 @@ def test_a_folder_begun_with_the_first_rows_goes_on_and_says_what_it_leaves_unus
     again = read(results)
     assert code == 0 and "note" not in err and {**again, "seconds": 0, "law": 0} == {**before, "seconds": 0, "law": 0}
     published_reader(tmp_path / "all" / "tracecov_four tokens_K4_detailed.json")
-    assert call(run_tracecov, "--from_grams", first / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path / "b")[0] == 0
+    assert (
+        call(run_tracecov, "--from_grams", first / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path / "b")[0] == 0
+    )
     unknown = read(tmp_path / "b" / "tracecov_four tokens_K4_detailed.json")["prompt_results"]
     assert [row["prompt_index"] for row in unknown] == [None, None]
     code, _, err = tracecov(policy, table, first, *flags, "--T", 2, capsys=capsys)
@@ -219,7 +289,9 @@ def test_what_the_detailed_file_held_before_is_still_in_its_rows(small):
 
 def test_a_ground_truth_that_is_text_is_an_integer_under_gold_where_it_is_one(policy, table, tmp_path):  # noqa: F811
     path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps({**row, "ground_truth": f"so\n#### {row['ground_truth']}"}) + "\n" for row in rows_of(table)))
+    path.write_text(
+        "".join(json.dumps({**row, "ground_truth": f"so\n#### {row['ground_truth']}"}) + "\n" for row in rows_of(table))
+    )
     assert tracecov(policy, path, tmp_path / "a", "--K_list", 4, "--M", 1)[0] == 0
     found = detailed_rows(tmp_path / "a" / "tracecov_four tokens_K4_detailed.json")
     assert [row["gold"] for row in found] == [row["ground_truth"] for row in rows_of(table)]
@@ -229,12 +301,19 @@ def test_a_ground_truth_that_is_text_is_an_integer_under_gold_where_it_is_one(po
 def test_a_table_in_parquet_is_taken_as_the_same_in_jsonl(policy, table, tmp_path):  # noqa: F811
     import pandas
 
-    rows = [{name: row[name] for name in ("prompt", "ground_truth", "V_oracle", "n_oracle", "correct_count")} for row in rows_of(table)]
+    rows = [
+        {name: row[name] for name in ("prompt", "ground_truth", "V_oracle", "n_oracle", "correct_count")}
+        for row in rows_of(table)
+    ]
     path = tmp_path / "oracle_v_n400_four_tokens_20250101_120000.parquet"
     pandas.DataFrame(rows).to_parquet(path)
     shutil.copy(table, tmp_path / "b.jsonl")
     flags = ("--K_list", 4, "--M", 1, "--T", 3)
-    assert tracecov(policy, path, tmp_path / "a", *flags)[0] == tracecov(policy, tmp_path / "b.jsonl", tmp_path / "b", *flags)[0] == 0
+    assert (
+        tracecov(policy, path, tmp_path / "a", *flags)[0]
+        == tracecov(policy, tmp_path / "b.jsonl", tmp_path / "b", *flags)[0]
+        == 0
+    )
     first, second = (read(tmp_path / out / "tracecov_four tokens_K4_detailed.json") for out in "ab")
     assert first == second
 
@@ -275,7 +354,9 @@ def run_literally(place, added, capsys):
 
 def test_the_commands_of_the_released_readme_run_as_they_stand(place, capsys):
     law = ["--max_new_tokens", "4", "--quiet"]
-    run_literally(place, {calculate_oracle_v: [*law, "--n_oracle", 8], run_tracecov: [*law, "--M", 1, "--K_list", 4, 8]}, capsys)
+    run_literally(
+        place, {calculate_oracle_v: [*law, "--n_oracle", 8], run_tracecov: [*law, "--M", 1, "--K_list", 4, 8]}, capsys
+    )
 
 
 @pytest.mark.slow
@@ -286,14 +367,35 @@ def test_the_commands_of_the_released_readme_run_without_a_flag_more(place, caps
 # ------------------------------------------------------------------------------------------------ the training script
 
 LAUNCHER = ROOT / "Policy_Optimization" / "grpo_train.sh"
-RELEASED = {"MODEL": "org/m", "TRAIN_FILE": "/d/a.parquet", "VAL_FILE": "/d/b.parquet", "GPUS": "4", "GPU_UTIL": "0.7",
-            "NNODES": "1", "GROUP_SIZE": "16", "EXPERIMENT_NAME": "e1", "PROJECT_NAME": "p1"}  # fmt: skip
+RELEASED = {
+    "MODEL": "org/m",
+    "TRAIN_FILE": "/d/a.parquet",
+    "VAL_FILE": "/d/b.parquet",
+    "GPUS": "4",
+    "GPU_UTIL": "0.7",
+    "NNODES": "1",
+    "GROUP_SIZE": "16",
+    "EXPERIMENT_NAME": "e1",
+    "PROJECT_NAME": "p1",
+}
 
 
 def test_the_variables_of_the_released_training_script_mean_the_same_here():
     settings = read_settings([], RELEASED)
-    found = [settings.values[name] for name in ("model", "train_files", "val_files", "gpus_per_node", "gpu_memory_utilization",
-                                                "nnodes", "group_size", "experiment", "project")]  # fmt: skip
+    found = [
+        settings.values[name]
+        for name in (
+            "model",
+            "train_files",
+            "val_files",
+            "gpus_per_node",
+            "gpu_memory_utilization",
+            "nnodes",
+            "group_size",
+            "experiment",
+            "project",
+        )
+    ]
     assert found == ["org/m", "/d/a.parquet", "/d/b.parquet", 4, 0.7, 1, 16, "e1", "p1"]
     made = dict(text.partition("=")[::2] for text in verl_overrides(settings))
     assert made["data.train_batch_size"] == "64" and made["actor_rollout_ref.actor.ppo_mini_batch_size"] == "16"
@@ -315,9 +417,14 @@ def test_the_data_folder_holds_the_files_that_are_not_named_in_full(tmp_path):
     assert settings.train_files == str(tmp_path / "mine.parquet") and settings.val_files == str(Path("v.parquet").absolute())
 
 
-@pytest.mark.parametrize("environment, message", [
-    ({"GPUS": "four"}, "environment variable GPUS: 'four' is not an integer"), ({"GPU_UTIL": "70"}, "environment variable GPU_UTIL"),
-    ({"TRAIN_FILE": "a", "TRAIN_FILES": "b"}, "TRAIN_FILES and TRAIN_FILE are one setting")])
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"GPUS": "four"}, "environment variable GPUS: 'four' is not an integer"),
+        ({"GPU_UTIL": "70"}, "environment variable GPU_UTIL"),
+        ({"TRAIN_FILE": "a", "TRAIN_FILES": "b"}, "TRAIN_FILES and TRAIN_FILE are one setting"),
+    ],
+)
 def test_a_wrong_released_variable_is_refused_by_its_own_name(environment, message):
     with pytest.raises(UserError, match=message):
         read_settings([], environment)
@@ -356,16 +463,25 @@ def test_the_environments_of_the_released_script_are_found(stand_in, tmp_path):
     code, said, err = launched(LAUNCHER, {**root, "ENV_NAME": "verl", "PYTHON_BIN": "python", "GPUS": "1,3", "MODEL": "org/m"})
     assert (code, said[:3]) == (3, [str(stand_in), "1,3", "org/m"]), err
     assert launched(LAUNCHER, {"PYTHON_BIN": str(stand_in), "ENV_NAME": "none"})[1][0] == str(stand_in)
-    for wrong, message in (({**root, "ENV_NAME": "other"}, "envs/other/bin/python"), ({"PYTHON_BIN": "/no/python"}, "/no/python"),
-                           ({"PYTHON_BIN": "no_such_python"}, "no_such_python")):  # fmt: skip
+    for wrong, message in (
+        ({**root, "ENV_NAME": "other"}, "envs/other/bin/python"),
+        ({"PYTHON_BIN": "/no/python"}, "/no/python"),
+        ({"PYTHON_BIN": "no_such_python"}, "no_such_python"),
+    ):
         code, _, err = launched(LAUNCHER, wrong)
         assert code == 2 and len(err.splitlines()) == 1 and message in err
 
 
 def test_the_section_at_the_top_may_be_edited(stand_in, tmp_path):
     text = LAUNCHER.read_text()
-    for name, value in (("CONDA_ROOT", str(tmp_path / "conda")), ("ENV_NAME", "verl"), ("MODEL", "org/m"), ("GROUP_SIZE", "16"),
-                        ("DATA_DIR", "/d"), ("TRAIN_FILE", "$DATA_DIR/t.parquet")):  # fmt: skip
+    for name, value in (
+        ("CONDA_ROOT", str(tmp_path / "conda")),
+        ("ENV_NAME", "verl"),
+        ("MODEL", "org/m"),
+        ("GROUP_SIZE", "16"),
+        ("DATA_DIR", "/d"),
+        ("TRAIN_FILE", "$DATA_DIR/t.parquet"),
+    ):
         text, found = re.subn(rf"^# {name}=.*$", f'{name}="{value}"', text, flags=re.MULTILINE)
         assert found == 1, name
     script = tmp_path / "grpo_train.sh"

@@ -26,8 +26,8 @@ def published_protocol(model, prompt_ids, groups, rewards, scoring, eos):
         scores = []
         for c in group:
             tokens = c.tokens[:-1] if c.ended and scoring == "published" else c.tokens
-            logits = model(input_ids=torch.tensor([[*prompt_ids, *c.tokens]])).logits[0, len(prompt_ids) - 1:]
-            scores.append(log_probs(logits[:len(tokens)], torch.tensor(tokens, dtype=torch.int64), law).sum())
+            logits = model(input_ids=torch.tensor([[*prompt_ids, *c.tokens]])).logits[0, len(prompt_ids) - 1 :]
+            scores.append(log_probs(logits[: len(tokens)], torch.tensor(tokens, dtype=torch.int64), law).sum())
         z = torch.tensor(z, dtype=torch.float32)
         for e, baseline in enumerate((0.0, (z.sum() - z) / (len(z) - 1), V)):
             loss = (torch.stack(scores) * (z - baseline)).mean()
@@ -63,11 +63,15 @@ def test_gram_results_are_those_of_the_published_protocol_within_monte_carlo_err
             blocks.append((gram.block(prompt_ids, drawn).gram, z, np.array([len(c.tokens) for c in drawn])))
         for K in (4, 8):
             drawn, z = draw(f"groups of {K}", repeats * K)
-            groups = [drawn[i:i + K] for i in range(0, len(drawn), K)]
+            groups = [drawn[i : i + K] for i in range(0, len(drawn), K)]
             truth, error = published_protocol(model, prompt_ids, groups, z.reshape(-1, K), scoring, tokenizer.eos_token_id)
             names = ("naive", "grpo", "oracleV")
-            per_block = np.array([[estimators.prompt_trace_covs(estimators.reduce_prompts([record(block)]), K)[name][0]
-                                   for name in names] for block in blocks])
+            per_block = np.array(
+                [
+                    [estimators.prompt_trace_covs(estimators.reduce_prompts([record(block)]), K)[name][0] for name in names]
+                    for block in blocks
+                ]
+            )
             spread = per_block.std(axis=0, ddof=1) / np.sqrt(len(blocks))
             assert (np.abs(per_block.mean(0) - truth) < 4 * np.hypot(error, spread)).all(), (number, K)
 

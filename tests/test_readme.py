@@ -15,8 +15,18 @@ from pathlib import Path
 
 import pytest
 
-from readme_commands import (ROOT, Command, check, code_blocks, commands_in, help_flags, make_lines, readme_commands,
-                             readme_text, torchrun_flags)
+from readme_commands import (
+    ROOT,
+    Command,
+    check,
+    code_blocks,
+    commands_in,
+    help_flags,
+    make_lines,
+    readme_commands,
+    readme_text,
+    torchrun_flags,
+)
 
 COMMANDS = readme_commands()
 
@@ -28,9 +38,18 @@ def only(text: str) -> Command:
 
 def test_the_readme_has_commands_of_every_script_a_person_runs():
     named = " ".join(command.text for command in COMMANDS)
-    for script in ("calculate_oracle_v.py", "run_tracecov.py", "grpo_train.sh", "sweep_group_size.sh", "plot_tracecov.py",
-                   "plot_group_size.py", "plot_training.py", "make_arithmetic.py", "prepare_parquet.py",
-                   "train_group_sizes.py"):  # fmt: skip
+    for script in (
+        "calculate_oracle_v.py",
+        "run_tracecov.py",
+        "grpo_train.sh",
+        "sweep_group_size.sh",
+        "plot_tracecov.py",
+        "plot_group_size.py",
+        "plot_training.py",
+        "make_arithmetic.py",
+        "prepare_parquet.py",
+        "train_group_sizes.py",
+    ):
         assert script in named
     assert len(COMMANDS) >= 25
 
@@ -75,7 +94,9 @@ def test_a_wrong_command_would_be_found(text, message):
 def test_commands_are_found_in_indented_blocks_continued_lines_and_running_text():
     text = "1. a\n   ```bash\n   # why\n   X=1 python a.py \\\n       --b 'c d'  # so\n   ```\nand `make x` but `not this` or `K`\n"
     assert [(command.words, command.variables) for command in readme_commands(text)] == [
-        (["python", "a.py", "--b", "c d"], {"X": "1"}), (["make", "x"], {})]  # fmt: skip
+        (["python", "a.py", "--b", "c d"], {"X": "1"}),
+        (["make", "x"], {}),
+    ]
 
 
 def test_what_make_runs_is_checked_too():
@@ -119,12 +140,35 @@ ADDED = {
     SCRIPTS + "calculate_oracle_v.py": TOKENS,
     SCRIPTS + "run_tracecov.py --from_grams": [],
     SCRIPTS + "run_tracecov.py": [*TOKENS, "--K_list", "4", "8", "--M", "4"],
-    "Policy_Optimization/train_group_sizes.py": [*TOKENS, "--steps", "1", "--seeds", "1", "--group_sizes", "2", "4",
-        "--budget", "8", "--n_train", "4", "--n_held_out", "2", "--eval_samples", "2", "--overwrite"],
+    "Policy_Optimization/train_group_sizes.py": [
+        *TOKENS,
+        "--steps",
+        "1",
+        "--seeds",
+        "1",
+        "--group_sizes",
+        "2",
+        "4",
+        "--budget",
+        "8",
+        "--n_train",
+        "4",
+        "--n_held_out",
+        "2",
+        "--eval_samples",
+        "2",
+        "--overwrite",
+    ],
     "data/prepare_parquet.py jsonl": ["--val_size", "1"],
     "data/prepare_parquet.py gsm8k": ["--train", "gsm8k.jsonl", "--val", "gsm8k.jsonl"],
-    "Policy_Optimization/grpo_train.sh --dry_run --model data/tiny_model": ["--budget", "16", "--update_budget", "16",
-        "--gpus_per_node", "1"],
+    "Policy_Optimization/grpo_train.sh --dry_run --model data/tiny_model": [
+        "--budget",
+        "16",
+        "--update_budget",
+        "16",
+        "--gpus_per_node",
+        "1",
+    ],
     "Policy_Optimization/grpo_train.sh": ["--dry_run"],
     "Policy_Optimization/sweep_group_size.sh --recommended": ["--dry_run", "--seeds", "0"],
     "Policy_Optimization/sweep_group_size.sh": ["--dry_run", "--seeds", "0", "--group_sizes", "32"],
@@ -133,7 +177,7 @@ ADDED = {
     "tests/bench.py": None,  # hours, and a model of 270 MB
     "tests/verl_cpu/train_for_real.py": None,  # half an hour, and an environment of 4 GB
     "-m verl.model_merger": None,  # needs a checkpoint of several GPUs
-}  # fmt: skip
+}
 NOT_RUN = ("ray", "wandb", "pip", "jupyter", "export")  # a cluster, an account, an installation: checked above
 
 
@@ -173,8 +217,10 @@ def copy(tmp_path_factory):
         shutil.copytree(ROOT / "data" / "tiny_model", place / name)
     problems = make_problems(3, seed=3)
     DatasetDict({"train": Dataset.from_list(problems)}).save_to_disk(place / "Kyleyee" / "arithmetic-test")
-    questions = [{"question": f"{row['prompt'][0]['content']} ({number})", "answer": f"So.\n#### {row['ground_truth']}"}
-                 for number, row in enumerate(make_problems(40, seed=4))]  # fmt: skip
+    questions = [
+        {"question": f"{row['prompt'][0]['content']} ({number})", "answer": f"So.\n#### {row['ground_truth']}"}
+        for number, row in enumerate(make_problems(40, seed=4))
+    ]
     write_jsonl(questions, place / "gsm8k.jsonl")
     law = {"group_size_law": {"G_star": 32.0, "powers_of_two": [32]}}
     (place / "outputs" / "qwen").mkdir(parents=True)
@@ -199,10 +245,18 @@ def run_it(command: Command, place: Path) -> None:
         return
     words = [sys.executable if re.search("python$", word) else word for word in command.words]
     if words[0] == "torchrun":  # two processes of this machine, whatever the README's machine has
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                 *torchrun_flags(words[1:])[1]]
-    done = subprocess.run([*words, *flags], cwd=place, capture_output=True, text=True,
-                          env={**environment(), **command.variables})  # fmt: skip
+        words = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            *torchrun_flags(words[1:])[1],
+        ]
+    done = subprocess.run(
+        [*words, *flags], cwd=place, capture_output=True, text=True, env={**environment(), **command.variables}
+    )
     assert done.returncode == 0, f"{command.text}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
 
 

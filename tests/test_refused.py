@@ -9,8 +9,18 @@ import numpy as np
 import pytest
 import torch
 from test_runs import RESULTS, tracecov_flags, undisturbed  # noqa: F401
-from test_scripts import (call, detailed_rows, one_line_error, oracle, policy, problems, read, rows_of, table,  # noqa: F401
-                          tracecov)
+from test_scripts import (
+    call,
+    detailed_rows,
+    one_line_error,
+    oracle,
+    policy,
+    problems,
+    read,
+    rows_of,
+    table,  # noqa: F401
+    tracecov,
+)
 from test_tables import small_disk  # noqa: F401
 from tiny_models import enumerable_policy, tiny_tokenizer
 
@@ -39,8 +49,10 @@ def test_what_the_blocks_come_from_is_said_in_flags(policy, table, tmp_path, cap
         one_line_error(outcome, f"made with {then}, this run has {now};")
     record = tmp_path / "grams" / "run.json"
     record.write_text(json.dumps({name: value for name, value in read(record).items() if name != "flags"}))  # an older one
-    one_line_error(tracecov(policy, table, tmp_path, "--K_list", 4, 8, "--M", 3, "--T", 2, capsys=capsys),
-                   "block_sizes = [8, 8], this run has [8, 8, 8] (from --M, --K_list, --block_size, --estimators)")
+    one_line_error(
+        tracecov(policy, table, tmp_path, "--K_list", 4, 8, "--M", 3, "--T", 2, capsys=capsys),
+        "block_sizes = [8, 8], this run has [8, 8, 8] (from --M, --K_list, --block_size, --estimators)",
+    )
 
 
 def test_results_that_are_replaced_by_fewer_are_named_and_come_back(policy, table, tmp_path, capsys):  # noqa: F811
@@ -48,8 +60,12 @@ def test_results_that_are_replaced_by_fewer_are_named_and_come_back(policy, tabl
     assert tracecov(policy, table, tmp_path, *whole, capsys=capsys)[2].count("note: ") == 0
     before = (tmp_path / RESULTS).read_bytes()
     code, _, err = tracecov(policy, table, tmp_path, "--K_list", 8, "--M", 2, "--T", 3, capsys=capsys)
-    assert code == 0 and f"note: {tmp_path / RESULTS} is replaced: before, it had 5 prompts, where these have 3 and K = 2, 4 " \
-        "and the estimators dr_grpo." in err
+    assert (
+        code == 0
+        and f"note: {tmp_path / RESULTS} is replaced: before, it had 5 prompts, where these have 3 and K = 2, 4 "
+        "and the estimators dr_grpo."
+        in err
+    )
     assert read(tmp_path / RESULTS)["n_prompts"] == 3
     code, _, err = tracecov(policy, table, tmp_path, *whole, capsys=capsys)
     assert code == 0 and "note" not in err
@@ -81,11 +97,24 @@ def test_encoder_decoders_and_bidirectional_models_are_refused(policy, problems,
     from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM
 
     small = dict(vocab_size=8, max_position_embeddings=64)
-    bart = BartConfig(d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-                      encoder_ffn_dim=16, decoder_ffn_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=0, **small)
+    bart = BartConfig(
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=0,
+        **small,
+    )
     bert = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, **small)
-    for name, model, reason in (("bart", BartForConditionalGeneration(bart), "encoder-decoder"),
-                                ("bert", BertForMaskedLM(bert), "not a causal language model")):
+    for name, model, reason in (
+        ("bart", BartForConditionalGeneration(bart), "encoder-decoder"),
+        ("bert", BertForMaskedLM(bert), "not a causal language model"),
+    ):
         model.save_pretrained(tmp_path / name)
         tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(tmp_path / name)
         one_line = oracle(tmp_path / name, problems, tmp_path / "a", capsys=capsys)
@@ -102,8 +131,9 @@ def test_another_template_or_config_is_not_mixed_in(policy, problems, table, tmp
     one_line_error(oracle(template, problems, tmp_path / "a", capsys=capsys), "prompt_format")
     one_line_error(tracecov(template, table, tmp_path / "t", "--K_list", 4, "--M", 1, capsys=capsys), "prompt_format")
     (template / "chat_template.jinja").unlink()
-    one_line_error(oracle(changed(policy, tmp_path, activation_function="relu"), problems, tmp_path / "b", capsys=capsys),
-                   "other weights")
+    one_line_error(
+        oracle(changed(policy, tmp_path, activation_function="relu"), problems, tmp_path / "b", capsys=capsys), "other weights"
+    )
 
 
 def test_a_model_without_its_tokenizer_or_with_anothers_is_refused(policy, problems, tmp_path, capsys):  # noqa: F811
@@ -114,8 +144,9 @@ def test_a_model_without_its_tokenizer_or_with_anothers_is_refused(policy, probl
     one_line_error(oracle(folder, problems, tmp_path / "a", capsys=capsys), "no tokenizer file")
 
 
-@pytest.mark.parametrize("name, data", [("tokenizer.json", "{}"), ("config.json", "[]"), ("config.json", "{"),
-                                        ("model.safetensors", "short")])
+@pytest.mark.parametrize(
+    "name, data", [("tokenizer.json", "{}"), ("config.json", "[]"), ("config.json", "{"), ("model.safetensors", "short")]
+)
 def test_a_damaged_model_is_one_line(policy, problems, tmp_path, capsys, name, data):  # noqa: F811
     folder = changed(policy, tmp_path)
     (folder / name).write_text(data)
@@ -190,7 +221,8 @@ def test_code_that_comes_with_a_checkpoint_runs_by_flag_only(policy, problems, t
         f"open({str(tmp_path / 'ran')!r}, 'w').close()\n"
         "from transformers import GPT2Config, GPT2LMHeadModel\n"
         "class OwnConfig(GPT2Config):\n    model_type = 'own'\n"
-        "class OwnModel(GPT2LMHeadModel):\n    config_class = OwnConfig\n")
+        "class OwnModel(GPT2LMHeadModel):\n    config_class = OwnConfig\n"
+    )
     one_line_error(oracle(folder, problems, tmp_path / "a", capsys=capsys), "--trust_remote_code")
     assert not (tmp_path / "ran").exists() and not (tmp_path / "a").exists()
     code, _, err = oracle(folder, problems, tmp_path / "a", "--trust_remote_code", capsys=capsys)
@@ -262,7 +294,7 @@ def test_a_damaged_gram_file_is_named_and_never_averaged_in(policy, table, undis
     path = sorted((out / "grams").glob("[0-9a-f]*.npz"))[2]
     whole = path.read_bytes()
     damaged = [whole[:cut] for cut in range(0, len(whole), len(whole) // 30)]
-    damaged += [whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1:] for at in range(0, len(whole), len(whole) // 30)]
+    damaged += [whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :] for at in range(0, len(whole), len(whole) // 30)]
     refused = 0
     for data in damaged:
         path.write_bytes(data)

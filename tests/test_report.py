@@ -75,8 +75,11 @@ def test_the_first_code_cell_sets_what_is_read():
 def full(small_run, tmp_path_factory):
     """The notebook executed from plots/ on a small run with traces by module, a second run and training runs."""
     folder = tmp_path_factory.mktemp("more")
-    runs = {f"G{size}_seed{seed}": {"G": size, "seed": seed, "train_reward": [0.1] * 5, "held_out_reward": 0.4 + seed / 9}
-            for size in (4, 8) for seed in (0, 1)}  # fmt: skip
+    runs = {
+        f"G{size}_seed{seed}": {"G": size, "seed": seed, "train_reward": [0.1] * 5, "held_out_reward": 0.4 + seed / 9}
+        for size in (4, 8)
+        for seed in (0, 1)
+    }
     (folder / "group_sizes.json").write_text(json.dumps({"start": 0.3, "runs": runs}))
     results = folder / "tracecov_tiny_model.json"
     second = json.loads((small_run / "tracecov_tiny_model.json").read_text())
@@ -85,8 +88,9 @@ def full(small_run, tmp_path_factory):
     (folder / "grams").symlink_to(small_run / "grams")
     second["law"]["temperature"] = 0.5
     (folder / "tracecov_cooler.json").write_text(json.dumps(second))
-    return execute({"RESULTS": str(results), "COMPARE": str(folder / "tracecov_cooler.json"),
-                    "TRAINING": str(folder / "group_sizes.json")})  # fmt: skip
+    return execute(
+        {"RESULTS": str(results), "COMPARE": str(folder / "tracecov_cooler.json"), "TRAINING": str(folder / "group_sizes.json")}
+    )
 
 
 def test_on_a_whole_run_every_picture_is_drawn_and_described(full):
@@ -130,8 +134,12 @@ def test_the_page_leaves_out_what_has_nothing_to_show_and_names_it_in_one_closin
     headings = re.findall(r"<h2[^>]*>(.*?)<", page)
     assert headings == ["The paper's figure", "The numbers", "What not knowing V(x) costs", "Estimators beside each other"]
     closing = words(page).split("Not in this report: ")[1]
-    for part in ("Several results beside each other (no other results were given)", "The on-policy check, Any group size (",
-                 "Where in the network? (the results hold no traces by module)", "Training (there are no training runs)"):
+    for part in (
+        "Several results beside each other (no other results were given)",
+        "The on-policy check, Any group size (",
+        "Where in the network? (the results hold no traces by module)",
+        "Training (there are no training runs)",
+    ):
         assert part in closing
     assert "Student's" not in page and "Assumption 2 (no correlation" not in page  # the texts of those sections
     for hint in ("COMPARE", "TRAINING", "not shown", "--by_layer", "write the results again", "plot_training.py"):
@@ -174,8 +182,7 @@ def test_the_table_holds_the_mse_of_every_estimator_with_its_intervals(small_run
     assert rows[0][1] == "<th>K = 2</th><th>K = 4</th><th>K = 8</th>"
     for (_, cells_of_row), name in zip(rows[1:], ("naive", "grpo", "oracleV", "best_baseline")):
         found = results["estimators"][name]
-        expected = [f"{value:.4g}<br>[{low:.4g}, {high:.4g}]"
-                    for value, (low, high) in zip(found["mse"], found["mse_ci95"])]  # fmt: skip
+        expected = [f"{value:.4g}<br>[{low:.4g}, {high:.4g}]" for value, (low, high) in zip(found["mse"], found["mse_ci95"])]
         assert re.findall(r"<td>(.*?)</td>", cells_of_row) == expected
     page = to_html(full, "title")
     assert words(table) in words(page) and page.count("<table") == 1
@@ -186,39 +193,61 @@ def test_the_table_of_other_estimators_and_of_older_results():
     some = {"title": "a <b> & c", "mse": [1.0, None, 0.25], "mse_ci95": [[0.5, 1.5], None, None]}
     made = made_up(estimators={"dapo": none, "opo": some})
     assert [name for name, *_ in mse_by_estimator(made)] == ["opo"]
-    assert mse_table(made).split("\n")[2] == ("<tr><th>opo<br><small>a &lt;b&gt; &amp; c</small></th>"
-                                              "<td>1<br>[0.5, 1.5]</td><td>-</td><td>0.25</td></tr>")  # fmt: skip
+    assert mse_table(made).split("\n")[2] == (
+        "<tr><th>opo<br><small>a &lt;b&gt; &amp; c</small></th><td>1<br>[0.5, 1.5]</td><td>-</td><td>0.25</td></tr>"
+    )
     old = mse_by_estimator(made_up(best_baseline=None))
-    assert old == [(name, made_up()["conditional_on_x"][name], made_up()["conditional_on_x_ci95"][name])
-                   for name in ("naive", "grpo", "oracleV")]  # fmt: skip
+    assert old == [
+        (name, made_up()["conditional_on_x"][name], made_up()["conditional_on_x_ci95"][name])
+        for name in ("naive", "grpo", "oracleV")
+    ]
 
 
 def test_the_table_prints_what_the_run_prints_an_end_that_is_rounding_of_0_too():
-    for value, interval, text in ((2.0, [-1e-15, 3.25], "2 [0, 3.25]"), (2.0, [-0.5, 3.0], "2 [-0.5, 3]"),
-                                  (2.0, None, "2"), (None, None, "-")):  # fmt: skip
-        made = {"K_list": [4], "estimators": {"grpo": {"mse": [value], "mse_ci95": [interval]},
-                                              "naive": {"mse": [1.0], "mse_ci95": [None]}}}  # fmt: skip
+    for value, interval, text in (
+        (2.0, [-1e-15, 3.25], "2 [0, 3.25]"),
+        (2.0, [-0.5, 3.0], "2 [-0.5, 3]"),
+        (2.0, None, "2"),
+        (None, None, "-"),
+    ):
+        made = {
+            "K_list": [4],
+            "estimators": {"grpo": {"mse": [value], "mse_ci95": [interval]}, "naive": {"mse": [1.0], "mse_ci95": [None]}},
+        }
         assert value_text(value, interval) == text
         assert value is None or f"<td>{text.replace(' [', '<br>[')}</td>" in mse_table(made)
 
 
-@pytest.mark.parametrize("law, words", [
-    ({"G_star": 5.84, "G_star_ci95": [4.84, None], "within_10_percent": [4, 10], "powers_of_two": [4, 8]},
-     "G* = 5.84 [4.84, unbounded]; G = 4 to 10 are within 10% of the least MSE (powers of two among them: 4, 8)"),
-    ({"G_star": 3.0, "G_star_ci95": None, "within_10_percent": [3, 3], "powers_of_two": []},
-     "G* = 3; G = 3 to 3 are within 10% of the least MSE (powers of two among them: none)"),
-    ({"G_star": 3.0}, "G* = 3"),
-    ({"G_star": None, "reasons": {"G_star": "c1 is not above 0"}}, "not computed (c1 is not above 0)"),
-    ({"G_star": None, "reasons": {"G_star": "no reward ever differed"}, "almost_best": None, "G_star_at_least": None},
-     "not computed (no reward ever differed)"),
-    ({"G_star": None, "reasons": {"G_star": "c1 is not above 0"}, "G_star_at_least": 5.11, "almost_best": [16, 128]},
-     "not computed (c1 is not above 0); the data support G* of at least 5.11 (one-sided 95%); as measured, G = 16 to 128 "
-     "are within 10% of the least MSE among powers of two"),
-    ({"G_star": 9.0, "G_star_ci95": [4.0, None], "G_star_may_be_larger": True, "G_star_at_least": 4.5},
-     "G* = 9 [4, unbounded]; G* may well be larger, c1 is less than 3 standard errors above 0: the data support G* of at "
-     "least 4.5 (one-sided 95%)"),
-    (None, "not computed (the results hold no law of the group size)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "law, words",
+    [
+        (
+            {"G_star": 5.84, "G_star_ci95": [4.84, None], "within_10_percent": [4, 10], "powers_of_two": [4, 8]},
+            "G* = 5.84 [4.84, unbounded]; G = 4 to 10 are within 10% of the least MSE (powers of two among them: 4, 8)",
+        ),
+        (
+            {"G_star": 3.0, "G_star_ci95": None, "within_10_percent": [3, 3], "powers_of_two": []},
+            "G* = 3; G = 3 to 3 are within 10% of the least MSE (powers of two among them: none)",
+        ),
+        ({"G_star": 3.0}, "G* = 3"),
+        ({"G_star": None, "reasons": {"G_star": "c1 is not above 0"}}, "not computed (c1 is not above 0)"),
+        (
+            {"G_star": None, "reasons": {"G_star": "no reward ever differed"}, "almost_best": None, "G_star_at_least": None},
+            "not computed (no reward ever differed)",
+        ),
+        (
+            {"G_star": None, "reasons": {"G_star": "c1 is not above 0"}, "G_star_at_least": 5.11, "almost_best": [16, 128]},
+            "not computed (c1 is not above 0); the data support G* of at least 5.11 (one-sided 95%); as measured, G = 16 to 128 "
+            "are within 10% of the least MSE among powers of two",
+        ),
+        (
+            {"G_star": 9.0, "G_star_ci95": [4.0, None], "G_star_may_be_larger": True, "G_star_at_least": 4.5},
+            "G* = 9 [4, unbounded]; G* may well be larger, c1 is less than 3 standard errors above 0: the data support G* of at "
+            "least 4.5 (one-sided 95%)",
+        ),
+        (None, "not computed (the results hold no law of the group size)"),
+    ],
+)
 def test_the_best_group_size_is_said_in_words(law, words):
     assert group_size_in_words(law) == f"best group size to train with: {words}"
 
@@ -237,7 +266,8 @@ def test_the_headline_escapes_and_says_what_the_results_lack():
     assert re.findall("<p[^>]*>(.*?)</p>", made) == [
         "Best group size to train with: G* = 3.",
         "G = 2 to 5 are within 10% of the least MSE (powers of two among them: none).",
-        "Measured on a &lt;b&gt;: 4,000 prompts."]  # fmt: skip
+        "Measured on a &lt;b&gt;: 4,000 prompts.",
+    ]
     assert "<p>Measured on x: the number of prompts is not in the results.</p>" in headline({}, "x")
 
 

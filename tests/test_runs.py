@@ -36,14 +36,30 @@ def oracle_flags(policy, problems, out, *more):
 
 
 def tracecov_flags(policy, table, out, *more):
-    return [TRACECOV, "--model", policy, "--oracle_table", table, "--save_json", out, "--skip_plot", "--K_list", 4, 8,
-            "--M", 3, *FLAGS, *more]
+    return [
+        TRACECOV,
+        "--model",
+        policy,
+        "--oracle_table",
+        table,
+        "--save_json",
+        out,
+        "--skip_plot",
+        "--K_list",
+        4,
+        8,
+        "--M",
+        3,
+        *FLAGS,
+        *more,
+    ]
 
 
 def start(flags, **settings):
     """One of the scripts as a process of its own."""
-    return subprocess.Popen([sys.executable, *map(str, flags)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            **settings)
+    return subprocess.Popen(
+        [sys.executable, *map(str, flags)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings
+    )
 
 
 def ended(process, limit=300):
@@ -81,7 +97,11 @@ def files_of(folder):
             found[str(path.relative_to(folder))] = path.read_bytes()
             if path.name == RESULTS:
                 results = read(path)
-                found[str(path.relative_to(folder))] = {**results, "seconds": 0, "config": {**results["config"], "save_json": 0, "plot_path": 0}}
+                found[str(path.relative_to(folder))] = {
+                    **results,
+                    "seconds": 0,
+                    "config": {**results["config"], "save_json": 0, "plot_path": 0},
+                }
     return found
 
 
@@ -118,7 +138,9 @@ def test_a_finished_tracecov_run_says_so_without_loading_the_model(policy, table
     assert {path for path in out.rglob("*") if path.is_file()} == set(before)
 
 
-def test_a_finished_run_of_other_weights_under_the_same_name_is_not_taken_for_this_one(policy, problems, table, undisturbed, tmp_path, capsys):  # noqa: F811
+def test_a_finished_run_of_other_weights_under_the_same_name_is_not_taken_for_this_one(
+    policy, problems, table, undisturbed, tmp_path, capsys
+):  # noqa: F811
     other = tmp_path / "four tokens"
     enumerable_policy(vocabulary=4, seed=7).save_pretrained(other)
     tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(other)
@@ -177,9 +199,11 @@ def test_the_second_of_two_processes_is_refused_and_writes_nothing(policy, probl
 
 
 def test_a_lock_is_free_again_once_its_process_was_killed(tmp_path):
-    holder = ("import sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
-              "from Gradient_evaluation.run_files import only_writer\n"
-              "with only_writer(Path(sys.argv[2])): print('held', flush=True); time.sleep(600)")
+    holder = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
+        "from Gradient_evaluation.run_files import only_writer\n"
+        "with only_writer(Path(sys.argv[2])): print('held', flush=True); time.sleep(600)"
+    )
     process = subprocess.Popen([sys.executable, "-c", holder, ROOT, tmp_path / "out"], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
     with pytest.raises(UserError, match=f"process {process.pid} on "), only_writer(tmp_path / "out"):
@@ -195,9 +219,10 @@ def test_a_lock_is_free_again_once_its_process_was_killed(tmp_path):
 
 @pytest.mark.parametrize("script", ["oracle", "tracecov"])
 def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(policy, problems, table, undisturbed, tmp_path, script):  # noqa: F811
-    flags, made = {"oracle": (oracle_flags(policy, problems, tmp_path), lambda: (tmp_path / table.name).exists()),
-                   "tracecov": (tracecov_flags(policy, table, tmp_path),
-                                lambda: list((tmp_path / "grams").glob("[0-9a-f]*.npz")))}[script]
+    flags, made = {
+        "oracle": (oracle_flags(policy, problems, tmp_path), lambda: (tmp_path / table.name).exists()),
+        "tracecov": (tracecov_flags(policy, table, tmp_path), lambda: list((tmp_path / "grams").glob("[0-9a-f]*.npz"))),
+    }[script]
     for _ in range(10):
         process = start(flags)
         wait_for(made, process)
@@ -336,8 +361,14 @@ def out_of_memory(size):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
-                                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+    ],
+)
 def test_a_batch_halves_until_it_fits_says_so_and_stays(error, capsys):
     tried = []
 
@@ -350,19 +381,25 @@ def test_a_batch_halves_until_it_fits_says_so_and_stays(error, capsys):
     batch = Batch("--gen_bs", 100, least=1)
     assert batch.run(work, "line 3") == 12 and batch.run(work, "line 4") == 12
     assert tried == [100, 50, 25, 12, 12]
-    assert capsys.readouterr().err == "note: line 3: out of memory with 100 continuations at a time (--gen_bs); going on with 12\n"
+    assert (
+        capsys.readouterr().err == "note: line 3: out of memory with 100 continuations at a time (--gen_bs); going on with 12\n"
+    )
     with pytest.raises(UserError, match="line 5: out of memory with 4 continuations"):
         Batch("--block_size", 8, least=4).run(out_of_memory, "line 5")
     with pytest.raises(RuntimeError, match="size of tensor"):
         batch.run(lambda size: torch.zeros(2) + torch.zeros(3), "line 6")
 
 
-def test_with_less_memory_blocks_and_batches_shrink_and_the_results_say_so(policy, table, undisturbed, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_with_less_memory_blocks_and_batches_shrink_and_the_results_say_so(
+    policy, table, undisturbed, tmp_path, monkeypatch, capsys
+):  # noqa: F811
     """A model that takes no more than five sequences at a time, as if on a small GPU."""
+
     def load(*args):
         model = enumerable_policy(vocabulary=4, seed=6).to(torch.float64)
-        model.register_forward_pre_hook(lambda module, args, kwargs: out_of_memory(0) if len(kwargs["input_ids"]) > 5 else None,
-                                        with_kwargs=True)
+        model.register_forward_pre_hook(
+            lambda module, args, kwargs: out_of_memory(0) if len(kwargs["input_ids"]) > 5 else None, with_kwargs=True
+        )
         return model
 
     monkeypatch.setattr(run_tracecov, "load_model", load)
@@ -396,8 +433,23 @@ def test_max_memory_makes_the_real_allocator_refuse_and_the_run_go_on(tmp_path):
     tiny_tokenizer(words).save_pretrained(folder)
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "1", "ground_truth": 1}) + "\n")
-    flags = [ORACLE, "--model", folder, "--dataset", data, "--n_oracle", 4096, "--batch_size", 4096, "--max_new_tokens", 1,
-             "--device", "cpu", "--top_p", 1.0]
+    flags = [
+        ORACLE,
+        "--model",
+        folder,
+        "--dataset",
+        data,
+        "--n_oracle",
+        4096,
+        "--batch_size",
+        4096,
+        "--max_new_tokens",
+        1,
+        "--device",
+        "cpu",
+        "--top_p",
+        1.0,
+    ]
     code, _, err = ended(start([*flags, "--out_dir", tmp_path / "a", "--max_memory", 0.01]))
     assert code == 2 and "--max_memory 0.01" in err and err.count("\n") == 1
     allowed = float(re.search(r"already takes ([\d.]+) GiB", err)[1]) + 0.5
@@ -430,8 +482,13 @@ def test_large_temporaries_go_back_to_the_system_and_small_ones_are_kept():
         print(held, resident() - before)"""
     own = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_")  # settings of the machine's owner that stand above ours
     environment = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                          env={**environment, "THP_MEM_ALLOC_ENABLE": "0"})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**environment, "THP_MEM_ALLOC_ENABLE": "0"},
+    )
     held, kept = map(int, done.stdout.split())
     assert held < 2**22 and kept > 2**26  # bytes: of 20 tensors of 2**24, and of 64 freed ones of 2**21
 

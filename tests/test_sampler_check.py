@@ -29,8 +29,9 @@ RIGHT = {family: {} for family in (*FAMILIES, "mamba", "stablelm", "cohere", "gl
     "gpt_oss": dict(num_local_experts=2, num_experts_per_tok=2),
     # Positions counted by a layer that holds none: cached decoding was rotated as if every token were the first.
     "bamba": dict(attn_layer_indices=[1], mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=8),
-    "minimax": dict(num_experts_per_tok=2, num_local_experts=2, layer_types=["linear_attention", "full_attention"],
-                    block_size=4),
+    "minimax": dict(
+        num_experts_per_tok=2, num_local_experts=2, layer_types=["linear_attention", "full_attention"], block_size=4
+    ),
     # Positions from padding_idx + 1, and a padding token (id 1, in the prompt and among the draws) that does not count.
     "roberta": dict(is_decoder=True, pad_token_id=0),
     "xlm-roberta": dict(is_decoder=True, pad_token_id=1),
@@ -39,7 +40,7 @@ RIGHT = {family: {} for family in (*FAMILIES, "mamba", "stablelm", "cohere", "gl
     "data2vec-text": dict(is_decoder=True, pad_token_id=1),
     "bert": dict(is_decoder=True),
     "electra": dict(is_decoder=True, embedding_size=32),
-}  # fmt: skip
+}
 
 
 def family_model(family, dtype=torch.float32):
@@ -110,7 +111,9 @@ def test_a_continuation_beyond_the_tolerance_stops_and_one_within_does_not(times
         check_sampler(gram, PROMPT, off(times), "line 1")
 
 
-@pytest.mark.parametrize("law", [SamplingLaw(max_new_tokens=8), SamplingLaw(temperature=0.6, top_k=5, max_new_tokens=8)], ids=str)
+@pytest.mark.parametrize(
+    "law", [SamplingLaw(max_new_tokens=8), SamplingLaw(temperature=0.6, top_k=5, max_new_tokens=8)], ids=str
+)
 @pytest.mark.parametrize("scoring", ["exact", "published"])
 def test_the_law_that_was_sampled_is_compared_whatever_the_scoring(law, scoring):
     model = family_model("qwen2")
@@ -164,8 +167,9 @@ def test_a_half_precision_model_is_checked_in_float32_and_comes_back_as_it_was(m
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
 
 
-@pytest.mark.parametrize("law", [SamplingLaw(top_p=0.95), SamplingLaw(top_p=0.5), SamplingLaw(top_k=5),
-                                 SamplingLaw(top_k=9, top_p=0.8)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "law", [SamplingLaw(top_p=0.95), SamplingLaw(top_p=0.5), SamplingLaw(top_k=5), SamplingLaw(top_k=9, top_p=0.8)], ids=str
+)
 @pytest.mark.parametrize("slack", [1e-5, 0.03])
 def test_logits_off_by_the_slack_keep_a_share_within_its_bounds_with_ties_at_the_edge(law, slack):
     generator = torch.Generator().manual_seed(0)
@@ -197,8 +201,14 @@ def test_the_edge_of_a_nucleus_with_ties_raises_no_false_alarm():
             p.requires_grad_(True)
 
 
-LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
-            "original_max_position_embeddings": 16, "factor": 4.0}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 16,
+    "factor": 4.0,
+}
 
 
 def longrope_model():

@@ -29,8 +29,14 @@ def test_a_run_reports_the_check_and_a_continued_one_keeps_it_byte_for_byte(poli
 
 
 @pytest.mark.parametrize("scoring", ["exact", "published"])
-def test_a_run_whose_sampler_decodes_under_other_positions_stops_in_one_line_before_any_gram(policy, table, tmp_path,  # noqa: F811
-                                                                                             capsys, monkeypatch, scoring):
+def test_a_run_whose_sampler_decodes_under_other_positions_stops_in_one_line_before_any_gram(
+    policy,
+    table,
+    tmp_path,  # noqa: F811
+    capsys,
+    monkeypatch,
+    scoring,
+):
     counted = sampling.position_ids
     monkeypatch.setattr(sampling, "position_ids", lambda padding, tokens: counted(padding, tokens) + 3)
     done = tracecov(policy, table, tmp_path, *FEW, "--scoring", scoring, capsys=capsys)
@@ -62,8 +68,9 @@ def test_a_warning_in_the_results_is_printed_and_exact_scoring_gives_none(policy
     given = tmp_path / "table.jsonl"
     given.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for scoring in ("exact", "published"):
-        code, out, _ = tracecov(policy, given, tmp_path / scoring, "--K_list", 8, "--M", 8, "--scoring", scoring,
-                                "--allow_mismatch", capsys=capsys)
+        code, out, _ = tracecov(
+            policy, given, tmp_path / scoring, "--K_list", 8, "--M", 8, "--scoring", scoring, "--allow_mismatch", capsys=capsys
+        )
         check = read(tmp_path / scoring / "tracecov_four tokens.json")["on_policy_check"]
         assert code == 0 and ("warning: the mean of the scores is not 0" in out) == bool(check["warning"])
         assert scoring == "published" or check["warning"] is None
@@ -75,8 +82,20 @@ def test_a_longrope_prompt_that_crosses_the_original_length_is_refused_before_th
     tiny_tokenizer(("<eos>", *map(str, range(1, 40)))).save_pretrained(folder)
     given = tmp_path / "problems.jsonl"
     given.write_text(json.dumps({"prompt": "123456", "ground_truth": 3}) + "\n")
-    done = call(calculate_oracle_v, "--model", folder, "--dataset", given, "--out_dir", tmp_path / "out",
-                "--max_new_tokens", 12, "--device", "cpu", capsys=capsys)
+    done = call(
+        calculate_oracle_v,
+        "--model",
+        folder,
+        "--dataset",
+        given,
+        "--out_dir",
+        tmp_path / "out",
+        "--max_new_tokens",
+        12,
+        "--device",
+        "cpu",
+        capsys=capsys,
+    )
     one_line_error(done, "LongRoPE", "lower --max_new_tokens")
 
 

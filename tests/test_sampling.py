@@ -3,15 +3,21 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import (enumerable_policy, enumerate_outcomes, float_means_double, law_log_probs, tiny_model,
-                         tiny_tokenizer)
+from tiny_models import enumerable_policy, enumerate_outcomes, float_means_double, law_log_probs, tiny_model, tiny_tokenizer
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from Gradient_evaluation import thin_products, vocabulary
 from Gradient_evaluation.growing_cache import GrowingLayer, let_grow
 from Gradient_evaluation.replaced_forward import replaced_forward
-from Gradient_evaluation.sampling import (SamplingLaw, _draw, eos_token_ids, kept_tokens, log_probs, sample_continuations,
-                                          uniforms)
+from Gradient_evaluation.sampling import (
+    SamplingLaw,
+    _draw,
+    eos_token_ids,
+    kept_tokens,
+    log_probs,
+    sample_continuations,
+    uniforms,
+)
 
 PROMPT = [1, 3, 2]
 LAWS = {
@@ -116,8 +122,10 @@ def test_a_growing_cache_holds_what_the_cache_of_transformers_holds(family):
         torch.testing.assert_close(grown.values, plain.values, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("family,settings", [("mamba", {}), ("jamba", dict(attn_layer_period=2, attn_layer_offset=1,
-                                                                            num_experts=2, use_mamba_kernels=False))])
+@pytest.mark.parametrize(
+    "family,settings",
+    [("mamba", {}), ("jamba", dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, use_mamba_kernels=False))],
+)
 def test_models_with_recurrent_state_draw_what_one_by_one_draws(family, settings):
     model = tiny_model(family, dtype=torch.float32, **settings)
     law = SamplingLaw(max_new_tokens=8)
@@ -130,8 +138,7 @@ def test_a_random_number_belongs_to_its_seed_script_prompt_index_and_position():
     whole = uniforms(3, "oracle", 11, 0, 6, 5)
     assert (whole[2:5] == uniforms(3, "oracle", 11, 2, 3, 5)).all()
     assert (whole[:, :2] == uniforms(3, "oracle", 11, 0, 6, 2)).all()
-    others = [uniforms(4, "oracle", 11, 0, 6, 5), uniforms(3, "tracecov", 11, 0, 6, 5),
-              uniforms(3, "oracle", 12, 0, 6, 5)]
+    others = [uniforms(4, "oracle", 11, 0, 6, 5), uniforms(3, "tracecov", 11, 0, 6, 5), uniforms(3, "oracle", 12, 0, 6, 5)]
     values = np.concatenate([whole.ravel(), *(other.ravel() for other in others)])
     assert len(set(values)) == len(values)
     assert (uniforms(3, "oracle", 2**64 - 1, 0, 1, 1) < 1).all()  # prompt ids use all 64 bits
@@ -324,8 +331,8 @@ def test_a_stop_string_ends_with_the_token_that_completes_it_and_the_text_ends_b
             assert a == b
             continue
         hits += 1
-        assert b.tokens == a.tokens[:min(ends)] and not b.ended
-        assert b.text == a.text[:min(ends) - 2]
+        assert b.tokens == a.tokens[: min(ends)] and not b.ended
+        assert b.text == a.text[: min(ends) - 2]
         assert tokenizer.decode(list(b.tokens)).endswith(("13", "2-"))
     assert hits > 20
 
@@ -344,8 +351,17 @@ def test_logits_that_are_not_finite_stop_the_run():
 
 
 @pytest.mark.parametrize("vocabulary_size", [30, 600])  # one looks at the likeliest tokens first, the other sorts
-@pytest.mark.parametrize("law", [SamplingLaw(), SamplingLaw(temperature=0.7), SamplingLaw(top_p=0.9), SamplingLaw(top_k=9),
-                                 SamplingLaw(temperature=1.3, top_k=20, top_p=0.8)], ids=str)
+@pytest.mark.parametrize(
+    "law",
+    [
+        SamplingLaw(),
+        SamplingLaw(temperature=0.7),
+        SamplingLaw(top_p=0.9),
+        SamplingLaw(top_k=9),
+        SamplingLaw(temperature=1.3, top_k=20, top_p=0.8),
+    ],
+    ids=str,
+)
 def test_a_draw_knows_the_log_prob_of_its_token_and_the_share_that_the_law_left(law, vocabulary_size):
     logits = torch.randn(400, vocabulary_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[:200] *= 4
@@ -363,6 +379,6 @@ def test_continuations_keep_a_log_prob_for_each_of_their_tokens_also_when_cut_or
         drawn = draw(model, law, 200)
         assert len({len(c.tokens) for c in drawn}) > 3  # rows left the batch at different times
         for c in drawn:
-            logits = model(input_ids=torch.tensor([[*PROMPT, *c.tokens]])).logits[0, len(PROMPT) - 1:-1]
+            logits = model(input_ids=torch.tensor([[*PROMPT, *c.tokens]])).logits[0, len(PROMPT) - 1 : -1]
             expected = log_probs(logits, torch.tensor(c.tokens), law).detach().numpy()
             np.testing.assert_allclose(c.log_probs, expected, atol=1e-12)

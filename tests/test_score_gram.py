@@ -5,8 +5,15 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from tiny_models import (FAMILIES, enumerable_policy, enumerate_outcomes, float_means_double, per_sample_scores,
-                         random_continuations, tiny_model)
+from tiny_models import (
+    FAMILIES,
+    enumerable_policy,
+    enumerate_outcomes,
+    float_means_double,
+    per_sample_scores,
+    random_continuations,
+    tiny_model,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,8 +64,10 @@ def test_a_model_with_biases_everywhere_is_measured_exactly():
 def test_under_lora_only_the_adapters_are_measured():
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
-    model = peft.get_peft_model(tiny_model("qwen2"), peft.LoraConfig(r=3, lora_alpha=8, lora_dropout=0.1, bias="lora_only",
-                                                                    target_modules=["q_proj", "down_proj"]))
+    model = peft.get_peft_model(
+        tiny_model("qwen2"),
+        peft.LoraConfig(r=3, lora_alpha=8, lora_dropout=0.1, bias="lora_only", target_modules=["q_proj", "down_proj"]),
+    )
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "lora_B" in name:
@@ -160,8 +169,18 @@ class ForwardCalls:
         self.count += 1
 
 
-@pytest.mark.parametrize("family,tied", [("llama", True), ("qwen3", False), ("gpt2", True), ("gemma3_text", True),
-                                         ("gpt_neox", False), ("phi3", False), ("mixtral", False)])
+@pytest.mark.parametrize(
+    "family,tied",
+    [
+        ("llama", True),
+        ("qwen3", False),
+        ("gpt2", True),
+        ("gemma3_text", True),
+        ("gpt_neox", False),
+        ("phi3", False),
+        ("mixtral", False),
+    ],
+)
 @float_means_double()
 def test_gradient_checkpointing_changes_no_gram(family, tied):
     continuations = random_continuations(0, LENGTHS)
@@ -200,8 +219,9 @@ def test_checkpointing_turns_no_dropout_on():
     gram = ScoreGram(model, LAW, gradient_checkpointing=True)
     first = gram.block(PROMPT, continuations)
     np.testing.assert_allclose(first.gram, gram.block(PROMPT, continuations).gram, rtol=1e-12)
-    np.testing.assert_allclose(first.log_probs, ScoreGram(model.requires_grad_(True), LAW)
-                               .block(PROMPT, continuations).log_probs, rtol=1e-12)
+    np.testing.assert_allclose(
+        first.log_probs, ScoreGram(model.requires_grad_(True), LAW).block(PROMPT, continuations).log_probs, rtol=1e-12
+    )
 
 
 def test_checkpointing_frees_the_activations_of_the_layers():
@@ -259,8 +279,10 @@ def test_an_input_changed_in_place_after_it_was_read_is_measured_by_the_fallback
 def test_chunks_of_any_size_give_the_same_gram(budget):
     model = tiny_model("qwen2", tie_word_embeddings=True)
     continuations = random_continuations(0, LENGTHS)
-    whole, parts = (ScoreGram(m, LAW, budget=b).block(PROMPT, continuations).gram
-                    for m, b in ((model, 2**26), (tiny_model("qwen2", tie_word_embeddings=True), budget)))
+    whole, parts = (
+        ScoreGram(m, LAW, budget=b).block(PROMPT, continuations).gram
+        for m, b in ((model, 2**26), (tiny_model("qwen2", tie_word_embeddings=True), budget))
+    )
     np.testing.assert_allclose(parts, whole, rtol=1e-12)
 
 
@@ -390,8 +412,16 @@ def test_scores_that_are_not_finite_stop_the_run():
 
 
 def test_nothing_of_a_parameters_size_is_made_during_a_block():
-    model = tiny_model("qwen2", dtype=torch.float32, vocab_size=3000, hidden_size=96, intermediate_size=512,
-                       num_attention_heads=4, head_dim=24, tie_word_embeddings=True)
+    model = tiny_model(
+        "qwen2",
+        dtype=torch.float32,
+        vocab_size=3000,
+        hidden_size=96,
+        intermediate_size=512,
+        num_attention_heads=4,
+        head_dim=24,
+        tie_word_embeddings=True,
+    )
     gram, continuations = ScoreGram(model, SamplingLaw(max_new_tokens=6), budget=20_000), random_continuations(0, LENGTHS)
     largest = 0
 
@@ -447,7 +477,9 @@ def test_a_scaled_embedding_is_read_by_the_rule_in_half_precision_too(tied, caps
     for dtype in (torch.bfloat16, torch.float16):
         ScoreGram(tiny_model("biogpt", dtype=dtype, **settings), LAW).block(PROMPT, random_continuations(0, LENGTHS))
     assert "embed_tokens" not in said + capsys.readouterr().err
-    audit = ScoreGram(tiny_model("biogpt", dtype=torch.bfloat16, **settings), LAW).audit(PROMPT, random_continuations(0, LENGTHS))
+    audit = ScoreGram(tiny_model("biogpt", dtype=torch.bfloat16, **settings), LAW).audit(
+        PROMPT, random_continuations(0, LENGTHS)
+    )
     assert audit["max_relative_error"] < 1e-5
 
 

@@ -35,8 +35,7 @@ def policy(tmp_path_factory):
 @pytest.fixture(scope="session")
 def problems(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "problems.jsonl"
-    path.write_text("".join(json.dumps({"prompt": p, "ground_truth": a, "kind": "x"}) + "\n"
-                            for p, a in zip(PROMPTS, ANSWERS)))
+    path.write_text("".join(json.dumps({"prompt": p, "ground_truth": a, "kind": "x"}) + "\n" for p, a in zip(PROMPTS, ANSWERS)))
     return path
 
 
@@ -55,13 +54,36 @@ def call(script, *arguments, capsys=None):
 
 
 def oracle(policy, problems, out, *more, capsys=None):
-    return call(calculate_oracle_v, "--model", policy, "--dataset", problems, "--n_oracle", 400, "--out_dir", out,
-                *FLAGS, *more, capsys=capsys)
+    return call(
+        calculate_oracle_v,
+        "--model",
+        policy,
+        "--dataset",
+        problems,
+        "--n_oracle",
+        400,
+        "--out_dir",
+        out,
+        *FLAGS,
+        *more,
+        capsys=capsys,
+    )
 
 
 def tracecov(policy, table, out, *more, capsys=None):
-    return call(run_tracecov, "--model", policy, "--oracle_table", table, "--save_json", out, "--skip_plot",
-                *FLAGS, *more, capsys=capsys)
+    return call(
+        run_tracecov,
+        "--model",
+        policy,
+        "--oracle_table",
+        table,
+        "--save_json",
+        out,
+        "--skip_plot",
+        *FLAGS,
+        *more,
+        capsys=capsys,
+    )
 
 
 @pytest.fixture(scope="session")
@@ -151,13 +173,17 @@ def test_traces_at_every_group_size_are_the_exact_sums_within_their_error(measur
     assert [record.prompt for record in records] == PROMPTS
     for record, truth in zip(records, truths):
         best = truth.p @ (truth.rewards * np.diag(truth.gram)) / (truth.p @ np.diag(truth.gram))
-        blocks = [gram_store.GramRecord(**{**vars(record), "grams": [g], "rewards": z, "lengths": n})
-                  for g, z, n in record.blocks]
+        blocks = [
+            gram_store.GramRecord(**{**vars(record), "grams": [g], "rewards": z, "lengths": n}) for g, z, n in record.blocks
+        ]
         for K in (2, 3, 4):
             whole = estimators.prompt_trace_covs(estimators.reduce_prompts([record]), K)
             alone = estimators.prompt_trace_covs(estimators.reduce_prompts(blocks), K)
-            exact = {"naive": truth.trace(K, 0.0), "grpo": truth.trace(K, "leave-one-out"),
-                     "oracleV": truth.trace(K, record.oracle_value)}
+            exact = {
+                "naive": truth.trace(K, 0.0),
+                "grpo": truth.trace(K, "leave-one-out"),
+                "oracleV": truth.trace(K, record.oracle_value),
+            }
             for name, value in exact.items():
                 error = np.std(alone[name], ddof=1) / np.sqrt(len(blocks))
                 assert abs(whole[name][0] - value) <= 4.5 * error, (record.prompt, K, name)
@@ -227,23 +253,44 @@ def test_from_grams_says_which_flags_could_have_no_effect_and_keeps_what_made_th
 def test_intervals_from_stored_grams_are_those_of_the_run_also_under_another_seed(policy, table, tmp_path):
     flags = ("--K_list", 4, "--M", 2)
     assert tracecov(policy, table, tmp_path / "a", *flags, "--seed", 5)[0] == 0
-    assert call(run_tracecov, "--from_grams", tmp_path / "a" / "grams", "--K_list", 4, "--skip_plot",
-                "--save_json", tmp_path / "b")[0] == 0
+    assert (
+        call(
+            run_tracecov, "--from_grams", tmp_path / "a" / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path / "b"
+        )[0]
+        == 0
+    )
     first, again = (read(tmp_path / place / "tracecov_four tokens.json") for place in "ab")
     assert again["conditional_on_x_ci95"] == first["conditional_on_x_ci95"] and again["bootstrap"]["seed"] == 5
 
 
 def test_a_wrong_flag_is_refused_before_the_libraries_are_imported():
-    code = ("import runpy, sys\nsys.argv = [sys.argv[1], *sys.argv[2:]]\n"
-            "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
-            "except SystemExit as end: print(end.code, *({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)))")
-    for script, flags, text in (("calculate_oracle_v.py", ["--n_oracle", "0"], "--n_oracle"),
-                                ("run_tracecov.py", ["--oracle_table", "t", "--save_json", "s", "--estimators", "gpro"], "unknown estimator 'gpro'")):
-        done = subprocess.run([sys.executable, "-c", code, ROOT / "Gradient_evaluation" / script, *flags],
-                              capture_output=True, text=True)  # fmt: skip
+    code = (
+        "import runpy, sys\nsys.argv = [sys.argv[1], *sys.argv[2:]]\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end: print(end.code, *({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)))"
+    )
+    for script, flags, text in (
+        ("calculate_oracle_v.py", ["--n_oracle", "0"], "--n_oracle"),
+        ("run_tracecov.py", ["--oracle_table", "t", "--save_json", "s", "--estimators", "gpro"], "unknown estimator 'gpro'"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, ROOT / "Gradient_evaluation" / script, *flags], capture_output=True, text=True
+        )
         assert done.stdout == "2\n" and len(done.stderr.splitlines()) == 1 and text in done.stderr, done.stderr
-    done = subprocess.run([sys.executable, ROOT / "Gradient_evaluation" / "run_tracecov.py", "--oracle_table", "t",
-                           "--save_json", "s", "--K_list", "1"], capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "Gradient_evaluation" / "run_tracecov.py",
+            "--oracle_table",
+            "t",
+            "--save_json",
+            "s",
+            "--K_list",
+            "1",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 2 and re.fullmatch(r"error: --K_list: a group size must be at least 2, got 1\n", done.stderr)
 
 
@@ -267,7 +314,7 @@ def test_oracle_batches_of_any_size_give_the_same_table(policy, problems, table,
 def test_a_stopped_oracle_run_continues_to_the_same_bytes(policy, problems, table, tmp_path, left):
     lines = table.read_bytes().splitlines(keepends=True)
     torn = b"" if left == int(left) else lines[int(left)][:40]
-    (tmp_path / table.name).write_bytes(b"".join(lines[:int(left)]) + torn)
+    (tmp_path / table.name).write_bytes(b"".join(lines[: int(left)]) + torn)
     assert oracle(policy, problems, tmp_path)[0] == 0
     assert (tmp_path / table.name).read_bytes() == table.read_bytes()
 
@@ -298,17 +345,24 @@ def test_a_run_with_another_configuration_is_not_mixed_into_stored_results(polic
     assert (tmp_path / table.name).read_bytes() == table.read_bytes()
     assert tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2)[0] == 0
     capsys.readouterr()
-    one_line_error(tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--scoring", "published",
-                            capsys=capsys), "scoring = 'exact'", "'published'")
-    one_line_error(tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--gram_dtype", "bfloat16",
-                            capsys=capsys), "gram_dtype = 'float32'", "'bfloat16'")
+    one_line_error(
+        tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--scoring", "published", capsys=capsys),
+        "scoring = 'exact'",
+        "'published'",
+    )
+    one_line_error(
+        tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--gram_dtype", "bfloat16", capsys=capsys),
+        "gram_dtype = 'float32'",
+        "'bfloat16'",
+    )
     assert tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--seed", 1, "--overwrite")[0] == 0
 
 
 def test_a_table_of_another_law_is_refused_and_taken_with_allow_mismatch(policy, table, tmp_path, capsys):
     other = ["--temperature", "0.5", "--K_list", 4, "--M", 1]
-    one_line_error(tracecov(policy, table, tmp_path / "a", *other, capsys=capsys), "temperature", "1.3", "0.5",
-                   "--allow_mismatch")
+    one_line_error(
+        tracecov(policy, table, tmp_path / "a", *other, capsys=capsys), "temperature", "1.3", "0.5", "--allow_mismatch"
+    )
     assert not (tmp_path / "a").exists()
     assert tracecov(policy, table, tmp_path / "a", *other, "--allow_mismatch")[0] == 0
 
@@ -328,18 +382,44 @@ def test_a_table_of_the_published_script_is_taken_with_a_warning(policy, table, 
     assert code == 0 and err.count("warning") == 1 and "MSE" in out
 
 
-@pytest.mark.parametrize("flags", [("--K_list", "1"), ("--K_list", "0"), ("--K_list", "-4"), ("--M", "0"), ("--T", "0"),
-                                   ("--top_p", "0"), ("--top_p", "1.5"), ("--temperature", "0"), ("--top_p", "nan"),
-                                   ("--temperature", "inf"), ("--max_new_tokens", "0"), ("--block_size", "3"),
-                                   ("--gen_bs", "0"), ("--device", "tpu9"), ("--dtype", "int8"), ("--no_such", "1")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--K_list", "1"),
+        ("--K_list", "0"),
+        ("--K_list", "-4"),
+        ("--M", "0"),
+        ("--T", "0"),
+        ("--top_p", "0"),
+        ("--top_p", "1.5"),
+        ("--temperature", "0"),
+        ("--top_p", "nan"),
+        ("--temperature", "inf"),
+        ("--max_new_tokens", "0"),
+        ("--block_size", "3"),
+        ("--gen_bs", "0"),
+        ("--device", "tpu9"),
+        ("--dtype", "int8"),
+        ("--no_such", "1"),
+    ],
+)
 def test_a_bad_flag_is_refused_by_name_before_any_work(policy, table, tmp_path, capsys, flags):
     outcome = tracecov(policy, table, tmp_path / "out", "--K_list", "4", *flags, capsys=capsys)
     one_line_error(outcome, flags[0])
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("flags", [("--n_oracle", "0"), ("--batch_size", "0"), ("--top_p", "0"), ("--temperature", "0"),
-                                   ("--dataset", "no/such/file.jsonl"), ("--model", "./no_such_model")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--n_oracle", "0"),
+        ("--batch_size", "0"),
+        ("--top_p", "0"),
+        ("--temperature", "0"),
+        ("--dataset", "no/such/file.jsonl"),
+        ("--model", "./no_such_model"),
+    ],
+)
 def test_a_bad_oracle_flag_is_refused_by_name_before_any_work(policy, problems, tmp_path, capsys, flags):
     outcome = oracle(policy, problems, tmp_path / "out", *flags, capsys=capsys)
     one_line_error(outcome, flags[1] if flags[0] == "--dataset" else flags[0])
@@ -364,16 +444,29 @@ def test_the_scripts_run_from_any_folder_and_end_errors_without_a_traceback(tmp_
         path = ROOT / "Gradient_evaluation" / script
         shown = subprocess.run([sys.executable, path, "--help"], cwd=tmp_path, capture_output=True, text=True)
         assert shown.returncode == 0 and "--max_new_tokens" in shown.stdout
-    bad = subprocess.run([sys.executable, path, "--oracle_table", "missing.jsonl", "--save_json", "a"], cwd=tmp_path,
-                         capture_output=True, text=True)
+    bad = subprocess.run(
+        [sys.executable, path, "--oracle_table", "missing.jsonl", "--save_json", "a"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert bad.returncode == 2 and "Traceback" not in bad.stderr and "missing.jsonl" in bad.stderr
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("script", ["Gradient_evaluation/calculate_oracle_v.py", "Gradient_evaluation/run_tracecov.py",
-                                    "data/prepare_parquet.py", "Policy_Optimization/train_group_sizes.py",
-                                    "plots/plot_tracecov.py", "plots/plot_group_size.py", "plots/plot_training.py",
-                                    "plots/make_report.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "Gradient_evaluation/calculate_oracle_v.py",
+        "Gradient_evaluation/run_tracecov.py",
+        "data/prepare_parquet.py",
+        "Policy_Optimization/train_group_sizes.py",
+        "plots/plot_tracecov.py",
+        "plots/plot_group_size.py",
+        "plots/plot_training.py",
+        "plots/make_report.py",
+    ],
+)
 def test_a_python_without_the_packages_is_one_line(script):
     bare = subprocess.run([sys.executable, "-S", ROOT / script], capture_output=True, text=True)  # no site-packages
     assert bare.returncode == 2 and bare.stdout == ""
@@ -381,8 +474,10 @@ def test_a_python_without_the_packages_is_one_line(script):
 
 
 def test_a_module_of_ours_that_is_missing_keeps_its_traceback():
-    code = ("import sys; sys.path.insert(0, '.')\nfrom Gradient_evaluation.cli import one_line_while_importing\n"
-            "one_line_while_importing()\nimport Gradient_evaluation.no_such_module")
+    code = (
+        "import sys; sys.path.insert(0, '.')\nfrom Gradient_evaluation.cli import one_line_while_importing\n"
+        "one_line_while_importing()\nimport Gradient_evaluation.no_such_module"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" in done.stderr
 
@@ -406,8 +501,20 @@ def test_layers_add_up_to_the_whole_and_params_measures_the_layers_it_finds(poli
     assert len(chosen) == 2
     for name, values in part["conditional_on_x"].items():
         np.testing.assert_allclose(np.array(layers["trace_cov"][name])[:, chosen].sum(1), values, rtol=1e-9)
-    assert call(run_tracecov, "--from_grams", tmp_path / "all" / "grams", "--K_list", 4, 6, "--skip_plot",
-                "--save_json", tmp_path / "again")[0] == 0
+    assert (
+        call(
+            run_tracecov,
+            "--from_grams",
+            tmp_path / "all" / "grams",
+            "--K_list",
+            4,
+            6,
+            "--skip_plot",
+            "--save_json",
+            tmp_path / "again",
+        )[0]
+        == 0
+    )
     again = read(tmp_path / "again" / "tracecov_four tokens.json")["by_layer"]
     assert again["modules"] == layers["modules"] and again.keys() == layers.keys()
     for kind in ("trace_cov", "trace_cov_ci95"):
@@ -441,27 +548,56 @@ def test_more_estimators_come_by_name_and_from_stored_grams(policy, table, tmp_p
     assert {"rloo", "remax"}.isdisjoint(found["estimators"]) and len(found["estimators"]) >= 16
     assert all(value is not None for value in found["estimators"]["greedy"]["mse"])
     assert len(detailed_rows(tmp_path / "a" / "tracecov_four tokens_K4_detailed.json")[0]["trace_cov"]) >= 16
-    again = call(run_tracecov, "--from_grams", tmp_path / "a" / "grams", "--K_list", 2, 4, "--skip_plot", "--save_json",
-                 tmp_path / "b", "--estimators", "rloo", "std_verl", "remax")
+    again = call(
+        run_tracecov,
+        "--from_grams",
+        tmp_path / "a" / "grams",
+        "--K_list",
+        2,
+        4,
+        "--skip_plot",
+        "--save_json",
+        tmp_path / "b",
+        "--estimators",
+        "rloo",
+        "std_verl",
+        "remax",
+    )
     assert again[0] == 0
     results = read(tmp_path / "b" / "tracecov_four tokens.json")
     for name in ("std_verl", "greedy"):
         assert results["estimators"][name] == found["estimators"][name]
     assert tracecov(policy, table, tmp_path / "c", *flags)[0] == 0
-    call(run_tracecov, "--from_grams", tmp_path / "c" / "grams", "--K_list", 4, "--skip_plot", "--save_json",
-         tmp_path / "d", "--estimators", "greedy", "std_verl")
+    call(
+        run_tracecov,
+        "--from_grams",
+        tmp_path / "c" / "grams",
+        "--K_list",
+        4,
+        "--skip_plot",
+        "--save_json",
+        tmp_path / "d",
+        "--estimators",
+        "greedy",
+        "std_verl",
+    )
     results = read(tmp_path / "d" / "tracecov_four tokens.json")
     assert results["estimators"]["greedy"]["mse"] == [None]
     assert "greedy" in results["reasons"]["estimators.greedy.mse"]
     assert results["estimators"]["std_verl"]["signal_to_noise"] == [None]  # blocks of 4 hold no two groups of 4
-    one_line_error(tracecov(policy, table, tmp_path / "e", *flags, "--estimators", "gpro", capsys=capsys), "--estimators",
-                   "gpro", "dr_grpo")
+    one_line_error(
+        tracecov(policy, table, tmp_path / "e", *flags, "--estimators", "gpro", capsys=capsys),
+        "--estimators",
+        "gpro",
+        "dr_grpo",
+    )
 
 
 def test_a_prompt_of_which_no_group_is_kept_is_null_in_the_detailed_file(policy, table, tmp_path):
     hopeless = tmp_path / "hopeless.jsonl"
-    rows = [row if i else {**row, "ground_truth": 999, "V_oracle": 0.0, "correct_count": 0}
-            for i, row in enumerate(rows_of(table))]
+    rows = [
+        row if i else {**row, "ground_truth": 999, "V_oracle": 0.0, "correct_count": 0} for i, row in enumerate(rows_of(table))
+    ]
     hopeless.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert tracecov(policy, hopeless, tmp_path / "a", "--K_list", 4, "--M", 4, "--estimators", "dapo")[0] == 0
     detailed = detailed_rows(tmp_path / "a" / "tracecov_four tokens_K4_detailed.json")
@@ -470,8 +606,23 @@ def test_a_prompt_of_which_no_group_is_kept_is_null_in_the_detailed_file(policy,
 
 
 def test_sketches_are_the_true_gradients_and_the_group_size_law_follows_within_error(policy, table, tmp_path, truths, capsys):
-    code, out, _ = tracecov(policy, table, tmp_path, "--K_list", 8, "--M", 60, "--sketch_dim", 1000, "--budget", 64,
-                            "--estimators", "std_verl", "length_normalised", capsys=capsys)
+    code, out, _ = tracecov(
+        policy,
+        table,
+        tmp_path,
+        "--K_list",
+        8,
+        "--M",
+        60,
+        "--sketch_dim",
+        1000,
+        "--budget",
+        64,
+        "--estimators",
+        "std_verl",
+        "length_normalised",
+        capsys=capsys,
+    )
     assert code == 0
     thetas = []
     for record, truth in zip(gram_store.load_all(tmp_path / "grams"), truths):

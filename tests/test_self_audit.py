@@ -50,8 +50,10 @@ def test_right_models_of_every_family_pass_in_every_dtype(family, dtype):
     assert audit["max_relative_error"] < 1e-5
 
 
-@pytest.mark.parametrize("family,dtype", [("qwen2", HALF[0]), ("gpt2", HALF[0]), ("gpt_neox", HALF[0]), ("gemma2", HALF[0]),
-                                          ("gpt2", HALF[1]), ("phi3", HALF[1])])
+@pytest.mark.parametrize(
+    "family,dtype",
+    [("qwen2", HALF[0]), ("gpt2", HALF[0]), ("gpt_neox", HALF[0]), ("gemma2", HALF[0]), ("gpt2", HALF[1]), ("phi3", HALF[1])],
+)
 def test_right_models_pass_in_half_precision_where_float32_does_not_fit(family, dtype, capsys):
     audit = ScoreGram(too_large_in_float32(tiny_model(family, dtype=dtype)), LAW).audit(PROMPT, BLOCK)
     assert audit["dtype"] == str(dtype).split(".")[1]
@@ -98,8 +100,19 @@ def test_the_audit_leaves_every_parameter_and_buffer_as_it_was(family, fails, dt
 
 
 def measurement(model, block_size):
-    args = Namespace(seed=0, max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=0, stop=[], M=2, K_list=[4, block_size],
-                     gen_bs=64, block_size=block_size, estimators=[])
+    args = Namespace(
+        seed=0,
+        max_new_tokens=4,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        stop=[],
+        M=2,
+        K_list=[4, block_size],
+        gen_bs=64,
+        block_size=block_size,
+        estimators=[],
+    )
     return Measurement(model, tiny_tokenizer(), ScoreGram(model, SamplingLaw(max_new_tokens=4)), args)
 
 

@@ -46,12 +46,21 @@ def test_the_default_sketch_moves_c1_and_the_best_group_size_by_under_5_percent_
     found = []
     for seed in range(16):
         sketch = GradientSketch(named, DEFAULT_DIM, seed)
-        rows = [torch.cat([sketch.of_gradient(key, part.view(shape)) for (key, _, shape), part in
-                           zip(shapes, gradient.split([size for _, size, _ in shapes]))]) for gradient in gradients]
+        rows = [
+            torch.cat(
+                [
+                    sketch.of_gradient(key, part.view(shape))
+                    for (key, _, shape), part in zip(shapes, gradient.split([size for _, size, _ in shapes]))
+                ]
+            )
+            for gradient in gradients
+        ]
         found.append(disjoint - across_pairs(torch.stack(rows).double().numpy()))
     spread = np.std(np.array(found) / c1, ddof=1)
     best, exact_best = 1 + np.sqrt(c3 / np.array(found)), 1 + np.sqrt(c3 / c1)
-    print(f"c1 {c1:.3f}: spread over sketch seeds {spread:.2%}, mean {np.mean(found) / c1 - 1:+.2%}; "
-          f"G* {exact_best:.2f}: spread {np.std(best, ddof=1) / exact_best:.2%}")
+    print(
+        f"c1 {c1:.3f}: spread over sketch seeds {spread:.2%}, mean {np.mean(found) / c1 - 1:+.2%}; "
+        f"G* {exact_best:.2f}: spread {np.std(best, ddof=1) / exact_best:.2%}"
+    )
     assert spread < 0.05 and np.std(best, ddof=1) / exact_best < 0.05
     assert abs(np.mean(found) / c1 - 1) < 3 * spread / np.sqrt(len(found)) + 1e-3

@@ -38,7 +38,7 @@ def first_stop(tokenizer, tokens, stop, eos=(0,)):
             return None
         text = tokenizer.decode(list(tokens[:length]), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if starts := [text.find(string) for string in stop if string in text]:
-            return length, text[:min(starts)]
+            return length, text[: min(starts)]
     return None
 
 
@@ -55,7 +55,7 @@ def test_a_row_ends_at_the_first_token_that_completes_a_stop_string_whatever_byt
             assert a == b
         else:
             hits += 1
-            assert (b.tokens, b.text, b.ended) == (a.tokens[:expected[0]], expected[1], False)
+            assert (b.tokens, b.text, b.ended) == (a.tokens[: expected[0]], expected[1], False)
     assert hits > 5
     assert stopped == draw(model, tokenizer, SamplingLaw(temperature=4.0, max_new_tokens=12, stop=stop), batch_size=7)
 
@@ -63,7 +63,7 @@ def test_a_row_ends_at_the_first_token_that_completes_a_stop_string_whatever_byt
 @pytest.mark.parametrize("every", [1, 3, 4, 200])
 def test_how_often_one_looks_and_how_long_the_rows_are_changes_no_stop(every):
     tokenizer, stop = byte_fallback_tokenizer(), ("a12\n", "\u20ac21", "2a1a")
-    rows = np.random.default_rng(0).choice(9, p=[.004, .2, .1, .1, .1, .1, .096, .15, .15], size=(60, 200))
+    rows = np.random.default_rng(0).choice(9, p=[0.004, 0.2, 0.1, 0.1, 0.1, 0.1, 0.096, 0.15, 0.15], size=(60, 200))
     rows[:20, :150] = np.tile([3, 4, 5], 50)  # a long run of whole characters, cut by the tail inside one
     found = StopStrings(tokenizer, stop, (0,), len(rows))
     ended = torch.zeros(len(rows), dtype=torch.bool)
@@ -96,8 +96,10 @@ def test_a_special_token_among_other_text_is_refused_with_the_fix():
 
 
 def test_an_empty_stop_string_is_refused_by_both_scripts(policy, problems, tmp_path, capsys):  # noqa: F811
-    for code, _, err in (oracle(policy, problems, tmp_path / "a", "--stop", "", capsys=capsys),
-                         call(run_tracecov, "--oracle_table", "t", "--stop", "1", "", capsys=capsys)):
+    for code, _, err in (
+        oracle(policy, problems, tmp_path / "a", "--stop", "", capsys=capsys),
+        call(run_tracecov, "--oracle_table", "t", "--stop", "1", "", capsys=capsys),
+    ):
         assert code == 2 and len(err.splitlines()) == 1 and "--stop" in err and "empty" in err
     assert not (tmp_path / "a").exists()
 

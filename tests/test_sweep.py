@@ -12,8 +12,15 @@ import pytest
 from Gradient_evaluation.cli import UserError
 from Gradient_evaluation.group_size_law import group_size_law
 from Policy_Optimization.settings import training_law
-from Policy_Optimization.sweep_manifest import (admissible_sizes, check_same_law, main, make_plan, mark, read_manifest,
-                                                recommended_sizes)
+from Policy_Optimization.sweep_manifest import (
+    admissible_sizes,
+    check_same_law,
+    main,
+    make_plan,
+    mark,
+    read_manifest,
+    recommended_sizes,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 SWEEP = ROOT / "Policy_Optimization" / "sweep_group_size.sh"
@@ -44,16 +51,32 @@ def test_recommended_sizes_are_the_admissible_ones_near_g_star(law, expected):
 
 @pytest.mark.parametrize(
     "results",
-    [{}, {"group_size_law": None}, {"group_size_law": {}}, {"group_size_law": {"G_star": None, "powers_of_two": None}},
-     {"group_size_law": {"powers_of_two": [256], "G_star": float("nan")}}, {"group_size_law": [8]}]
-)  # fmt: skip
+    [
+        {},
+        {"group_size_law": None},
+        {"group_size_law": {}},
+        {"group_size_law": {"G_star": None, "powers_of_two": None}},
+        {"group_size_law": {"powers_of_two": [256], "G_star": float("nan")}},
+        {"group_size_law": [8]},
+    ],
+)
 def test_without_a_recommendation_it_says_so_in_one_line(results):
     with pytest.raises(UserError, match="^r.json: .*give --group_sizes$"):
         recommended_sizes(results, "r.json", SIZES)
 
 
-MEASURED = {"model": "org/m", "revision": None, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 512, "stop": [],
-            "reward": "math", "chat_template_kwargs": None, "dtype": "float32"}
+MEASURED = {
+    "model": "org/m",
+    "revision": None,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "max_new_tokens": 512,
+    "stop": [],
+    "reward": "math",
+    "chat_template_kwargs": None,
+    "dtype": "float32",
+}
 
 
 @pytest.mark.parametrize(
@@ -61,8 +84,18 @@ MEASURED = {"model": "org/m", "revision": None, "temperature": 1.0, "top_p": 1.0
     [
         ({}, {}, [], None),
         ({}, {"REWARD": "math"}, ["trainer.save_freq=5"], None),
-        ({"top_p": 0.95, "max_new_tokens": 32}, {}, [], "measured with top_p 0.95, training has actor_rollout_ref.rollout.top_p 1.0"),
-        ({"top_p": 0.95, "max_new_tokens": 32}, {}, [], "measured with max_new_tokens 32, training has MAX_RESPONSE_LENGTH 512"),
+        (
+            {"top_p": 0.95, "max_new_tokens": 32},
+            {},
+            [],
+            "measured with top_p 0.95, training has actor_rollout_ref.rollout.top_p 1.0",
+        ),
+        (
+            {"top_p": 0.95, "max_new_tokens": 32},
+            {},
+            [],
+            "measured with max_new_tokens 32, training has MAX_RESPONSE_LENGTH 512",
+        ),
         ({"top_p": 0.95, "max_new_tokens": 32}, {"MAX_RESPONSE_LENGTH": "32"}, ["actor_rollout_ref.rollout.top_p=0.95"], None),
         ({"max_new_tokens": 64}, {}, ["data.max_response_length=64"], None),
         ({"temperature": 0.6}, {}, [], "temperature 0.6, training has TEMPERATURE 1.0"),
@@ -75,8 +108,18 @@ MEASURED = {"model": "org/m", "revision": None, "temperature": 1.0, "top_p": 1.0
         ({}, {"REWARD": "integer"}, [], 'reward "math", training has REWARD "integer"'),
         ({"stop": ["\n"]}, {}, [], "measured with stop"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, {}, [], 'chat_template_kwargs {"enable_thinking": false}'),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}'}, [], None),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, {}, ["+data.apply_chat_template_kwargs.enable_thinking=False"], None),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}'},
+            [],
+            None,
+        ),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {},
+            ["+data.apply_chat_template_kwargs.enable_thinking=False"],
+            None,
+        ),
         ({}, {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}'}, [], "measured with chat_template_kwargs null"),
     ],
 )
@@ -195,8 +238,14 @@ def sweep(tmp_path):
     def run(*flags, fail_at="", code=7, **variables):
         (tmp_path / "witness").unlink(missing_ok=True)
         (tmp_path / "witness").touch()
-        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "FAIL_AT": fail_at,
-                       "WITNESS": str(tmp_path / "witness"), "FAIL_CODE": str(code), **variables}  # fmt: skip
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "FAIL_AT": fail_at,
+            "WITNESS": str(tmp_path / "witness"),
+            "FAIL_CODE": str(code),
+            **variables,
+        }
         command = ["bash", SWEEP, "--env", home, "--sweep_dir", "my sweep", "--group_sizes", "4", "8", *flags]
         return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
 

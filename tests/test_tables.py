@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 
 from Gradient_evaluation import durable_files
 from Gradient_evaluation.cli import UserError
-from Gradient_evaluation.durable_files import (
-    append_row,
-    read_finished_rows,
-    truncate_file,
-    write_bytes_atomic,
-    write_json,
-)
+from Gradient_evaluation.durable_files import append_row, read_finished_rows, truncate_file, write_bytes_atomic, write_json
 from Gradient_evaluation.tables import check_ground_truths, check_law, load_dataset_rows, load_oracle_table, prompt_id
 
 USER = [{"role": "user", "content": "2+3?"}]
@@ -234,9 +228,7 @@ def test_empty_name_of_a_data_set_is_refused():
 # ------------------------------------------------------------------------------- splits and folders
 
 
-@pytest.mark.parametrize(
-    "files", [["train.jsonl", "test.jsonl"], ["data/train-00000-of-00001.jsonl", "data/test.jsonl"]]
-)
+@pytest.mark.parametrize("files", [["train.jsonl", "test.jsonl"], ["data/train-00000-of-00001.jsonl", "data/test.jsonl"]])
 def test_folder_of_files_named_after_splits(tmp_path, files):
     for number, name in enumerate(files):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -457,8 +449,7 @@ def test_whole_files_are_replaced_and_leave_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "write",
-    [lambda path: append_row(path, {}), lambda path: write_json(path, {}), lambda path: write_bytes_atomic(path, b"x")],
+    "write", [lambda path: append_row(path, {}), lambda path: write_json(path, {}), lambda path: write_bytes_atomic(path, b"x")]
 )
 def test_path_that_cannot_be_written_is_one_line(tmp_path, write):
     written(tmp_path, b"", "file")

@@ -45,29 +45,62 @@ def test_a_batch_of_prompts_draws_what_each_prompt_alone_would(size):
     assert {c.ended for group in together for c in group} == {True, False} or size == 1
 
 
-@pytest.mark.parametrize("prompts", [PROMPTS, PROMPTS[:1] * 3, [[4], [4, 5], [6]]],
-                         ids=["shared_beginning", "one_prompt", "nothing_shared"])
+@pytest.mark.parametrize(
+    "prompts", [PROMPTS, PROMPTS[:1] * 3, [[4], [4, 5], [6]]], ids=["shared_beginning", "one_prompt", "nothing_shared"]
+)
 def test_the_loss_and_its_gradient_are_those_of_one_row_at_a_time(prompts):
     model, generator = model_of(), np.random.default_rng(0)
-    continuations = [Continuation(tuple(generator.integers(0, len(WORDS), size=length).tolist()), True, "")
-                     for length in (1, 5, 3, 2)[: len(prompts)]]
+    continuations = [
+        Continuation(tuple(generator.integers(0, len(WORDS), size=length).tolist()), True, "")
+        for length in (1, 5, 3, 2)[: len(prompts)]
+    ]
     weights = generator.normal(size=len(prompts))
     value, plain = weighted_log_probs(model, prompts, continuations, weights, LAW), 0.0
     for prompt, continuation, weight in zip(prompts, continuations, weights):
         ids = torch.tensor([[*prompt, *continuation.tokens]])
-        logits = model(input_ids=ids[:, :-1]).logits[0, len(prompt) - 1:]
-        plain = plain + weight * log_probs(logits, ids[0, len(prompt):], LAW).sum()
-    gradient, truth = (torch.autograd.grad(scalar, list(model.parameters()), allow_unused=True, materialize_grads=True)
-                       for scalar in (value, plain))
+        logits = model(input_ids=ids[:, :-1]).logits[0, len(prompt) - 1 :]
+        plain = plain + weight * log_probs(logits, ids[0, len(prompt) :], LAW).sum()
+    gradient, truth = (
+        torch.autograd.grad(scalar, list(model.parameters()), allow_unused=True, materialize_grads=True)
+        for scalar in (value, plain)
+    )
     assert value.item() == pytest.approx(plain.item(), rel=1e-6)
     for mine, right in zip(gradient, truth):  # Qwen2's norms compute in float32, so a sum regrouped differs a little
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-5 * right.abs().max().item())
 
 
 def flags(folder, out, *more):
-    return ["--model", str(folder), "--group_sizes", "2", "8", "--budget", "16", "--steps", "2", "--seeds", "2",
-            "--learning_rate", "0.5", "--n_train", "40", "--n_held_out", "10", "--eval_samples", "8", "--top_p", "1",
-            "--max_new_tokens", "4", "--threads", "1", "--quiet", "--out", str(out), *more]
+    return [
+        "--model",
+        str(folder),
+        "--group_sizes",
+        "2",
+        "8",
+        "--budget",
+        "16",
+        "--steps",
+        "2",
+        "--seeds",
+        "2",
+        "--learning_rate",
+        "0.5",
+        "--n_train",
+        "40",
+        "--n_held_out",
+        "10",
+        "--eval_samples",
+        "8",
+        "--top_p",
+        "1",
+        "--max_new_tokens",
+        "4",
+        "--threads",
+        "1",
+        "--quiet",
+        "--out",
+        str(out),
+        *more,
+    ]
 
 
 def test_runs_end_to_end_and_an_interrupted_sweep_continues_to_the_same_numbers(folder, tmp_path, capsys):
@@ -98,8 +131,26 @@ def test_training_moves_the_policy_only_where_rewards_differ_within_a_group(fold
 
 def test_enough_steps_raise_the_reward_of_the_training_problems(folder, tmp_path):
     out = tmp_path / "learns.json"
-    main(flags(folder, out, "--steps", "80", "--seeds", "1", "--group_sizes", "8", "--budget", "128", "--n_train", "5",
-               "--optimizer", "adam", "--learning_rate", "0.01"))
+    main(
+        flags(
+            folder,
+            out,
+            "--steps",
+            "80",
+            "--seeds",
+            "1",
+            "--group_sizes",
+            "8",
+            "--budget",
+            "128",
+            "--n_train",
+            "5",
+            "--optimizer",
+            "adam",
+            "--learning_rate",
+            "0.01",
+        )
+    )
     rewards = json.loads(out.read_text())["runs"]["G8_seed0"]["train_reward"]
     assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 0.15
 
@@ -115,8 +166,10 @@ def test_the_table_stands_beside_the_predicted_curve(folder, tmp_path, capsys):
 
 
 def test_the_summary_is_the_mean_over_seeds_with_its_standard_error():
-    runs = {str(i): {"G": 4, "held_out_reward": value, "train_reward": [0.1, 0.3], "silent_share": 0.5}
-            for i, value in enumerate((0.2, 0.4))}
+    runs = {
+        str(i): {"G": 4, "held_out_reward": value, "train_reward": [0.1, 0.3], "silent_share": 0.5}
+        for i, value in enumerate((0.2, 0.4))
+    }
     (row,) = summarise(runs, [4], 16, None)
     assert row["held_out_reward"] == pytest.approx(0.3) and row["standard_error"] == pytest.approx(0.1)
     assert row["train_reward"] == pytest.approx(0.2) and row["B"] == 4 and row["predicted_mse"] is None

@@ -13,17 +13,33 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TemperatureLogitsWarper,
-                          TopKLogitsWarper, TopPLogitsWarper)
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedTokenizerFast,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma", "gemma2", "gemma3_text", "olmo2", "gpt_neox", "phi3")
 
 
 def tiny_model(family: str, dtype=torch.float64, seed: int = 0, **settings):
     """A random model of a family, float64 by default, every parameter moved off its initial value."""
-    shape = dict(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=8, max_position_embeddings=64, bos_token_id=1, eos_token_id=2,
-                 pad_token_id=0)
+    shape = dict(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
     if family == "gpt2":
         shape = dict(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2)
     if family == "gpt_neox":
@@ -47,6 +63,7 @@ def float_means_double():
     Norms, rotary embeddings and softmaxes of many models compute in float32 whatever their dtype. Their rounding, 1e-7,
     depends on the processor and on the shape of the batch; a proof in float64 must be free of it.
     """
+
     def wider(function):
         def call(*args, **kwargs):
             args = [torch.float64 if x is torch.float32 else x for x in args]
@@ -71,8 +88,17 @@ def tiny_tokenizer(words=("<eos>", "1", "2", "3", "-")) -> PreTrainedTokenizerFa
 
 def enumerable_policy(seed: int = 0, vocabulary: int = 5, tied: bool = True):
     """A GPT-2 (float64 throughout) over ``vocabulary`` tokens, peaked enough that top_p and top_k cut; EOS = 0."""
-    model = tiny_model("gpt2", seed=seed, vocab_size=vocabulary, n_embd=16, n_layer=1, n_head=2, bos_token_id=None,
-                       eos_token_id=0, tie_word_embeddings=tied)
+    model = tiny_model(
+        "gpt2",
+        seed=seed,
+        vocab_size=vocabulary,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=0,
+        tie_word_embeddings=tied,
+    )
     with torch.no_grad():
         model.lm_head.weight.mul_(3.0)
     model.generation_config.eos_token_id = 0
@@ -104,10 +130,8 @@ def enumerate_outcomes(model, prompt_ids, law, eos=(0,)) -> list[Outcome]:
     def grow(tokens: tuple[int, ...], log_prob: torch.Tensor) -> None:
         ended = bool(tokens) and tokens[-1] in eos
         if ended or len(tokens) == law.max_new_tokens:
-            score = torch.autograd.grad(log_prob, parameters, retain_graph=True, allow_unused=True,
-                                        materialize_grads=True)
-            outcomes.append(Outcome(tokens, ended, float(log_prob.detach().exp()),
-                                    torch.cat([g.flatten() for g in score])))
+            score = torch.autograd.grad(log_prob, parameters, retain_graph=True, allow_unused=True, materialize_grads=True)
+            outcomes.append(Outcome(tokens, ended, float(log_prob.detach().exp()), torch.cat([g.flatten() for g in score])))
             return
         logits = model(input_ids=torch.tensor([[*prompt_ids, *tokens]])).logits[:, -1]
         step = law_log_probs(logits, law)[0]

@@ -48,15 +48,39 @@ def make_data(out: Path, model: Path, drawn: int, val: int) -> None:
     command_line("data/make_arithmetic.py", "--n", drawn, "--seed", 7, "--out", problems)
     kept = [line for line in problems.read_text().splitlines() if json.loads(line)["kind"] in KINDS]
     problems.write_text("".join(line + "\n" for line in kept))
-    command_line("data/prepare_parquet.py", "arithmetic", "--train", problems, "--val_size", val, "--model", model,
-                 "--max_prompt_length", 96, "--out_dir", out / "the data")  # fmt: skip
+    command_line(
+        "data/prepare_parquet.py",
+        "arithmetic",
+        "--train",
+        problems,
+        "--val_size",
+        val,
+        "--model",
+        model,
+        "--max_prompt_length",
+        96,
+        "--out_dir",
+        out / "the data",
+    )
 
 
 def mean_value(model: Path, out: Path) -> dict[str, float]:
     """V_oracle of every validation prompt under ``model``, by prompt."""
-    command_line("Gradient_evaluation/calculate_oracle_v.py", "--model", model, "--dataset",
-                 out / "the data" / "val.parquet", "--n_oracle", 64, "--batch_size", 64, *LAW, "--out_dir", out / "V",
-                 "--quiet")  # fmt: skip
+    command_line(
+        "Gradient_evaluation/calculate_oracle_v.py",
+        "--model",
+        model,
+        "--dataset",
+        out / "the data" / "val.parquet",
+        "--n_oracle",
+        64,
+        "--batch_size",
+        64,
+        *LAW,
+        "--out_dir",
+        out / "V",
+        "--quiet",
+    )
     table = out / "V" / f"oracle_v_n64_{model.name}.jsonl"
     rows = [json.loads(line) for line in table.read_text().splitlines()]
     return {json.dumps(row["prompt"]): row["V_oracle"] for row in rows}
@@ -66,25 +90,48 @@ def launcher(out: Path, model: Path, env: Path, steps: int) -> tuple[list[str], 
     """The command that trains, and its environment."""
     data, overrides = out / "the data", (HERE / "overrides.txt").read_text().split()
     flags = {
-        "env": env, "model": model, "train_files": data / "train.parquet", "val_files": data / "val.parquet",
-        "run_dir": out / "the run", "experiment": "tiny_g8_seed0", "group_size": 8, "budget": 256,
-        "update_budget": 128, "epoch_budget": 64, "learning_rate": 3e-4, "max_prompt_length": 96,
-        "max_response_length": 24, "gpus_per_node": 1, "micro_batch_size": 128, "log_prob_micro_batch_size": 256,
-        "save_freq": 8, "test_freq": 8,
-    }  # fmt: skip
+        "env": env,
+        "model": model,
+        "train_files": data / "train.parquet",
+        "val_files": data / "val.parquet",
+        "run_dir": out / "the run",
+        "experiment": "tiny_g8_seed0",
+        "group_size": 8,
+        "budget": 256,
+        "update_budget": 128,
+        "epoch_budget": 64,
+        "learning_rate": 3e-4,
+        "max_prompt_length": 96,
+        "max_response_length": 24,
+        "gpus_per_node": 1,
+        "micro_batch_size": 128,
+        "log_prob_micro_batch_size": 256,
+        "save_freq": 8,
+        "test_freq": 8,
+    }
     settings = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
-    passed = ["--", *overrides, f"trainer.total_training_steps={steps}",
-              f"actor_rollout_ref.rollout.temperature={TEMPERATURE}",
-              f"actor_rollout_ref.rollout.val_kwargs.temperature={TEMPERATURE}"]  # fmt: skip
+    passed = [
+        "--",
+        *overrides,
+        f"trainer.total_training_steps={steps}",
+        f"actor_rollout_ref.rollout.temperature={TEMPERATURE}",
+        f"actor_rollout_ref.rollout.val_kwargs.temperature={TEMPERATURE}",
+    ]
     environment = {
         **{name: text for name, text in os.environ.items() if not name.startswith(("WANDB", "RAY", "VERL"))},
-        "PYTHONPATH": str(HERE), "VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform",
-        "VERL_ENGINE_DEVICE": "cuda", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "WANDB_MODE": "offline", "RAY_worker_niceness": "0",
+        "PYTHONPATH": str(HERE),
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "verl_cpu_platform",
+        "VERL_ENGINE_DEVICE": "cuda",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "WANDB_MODE": "offline",
+        "RAY_worker_niceness": "0",
         "RAY_worker_register_timeout_seconds": "900",  # a busy machine imports for minutes
         "HOME": str(out / "home"),
         "TRAIN_FOR_REAL": str(out),
-    }  # fmt: skip
+    }
     (out / "home").mkdir(exist_ok=True)
     return ["bash", str(ROOT / "Policy_Optimization" / "grpo_train.sh"), *settings, *passed], environment
 
@@ -125,8 +172,18 @@ def kill_all(process: subprocess.Popen, marker: str) -> None:
 def merge(env: Path, out: Path, step: int) -> Path:
     """The checkpoint of ``step`` as a model folder, by VERL's own merger."""
     target, actor = out / "trained_model", out / "the run" / "checkpoints" / f"global_step_{step}" / "actor"
-    command = [env / "bin" / "python", "-m", "verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", actor,
-               "--target_dir", target]  # fmt: skip
+    command = [
+        env / "bin" / "python",
+        "-m",
+        "verl.model_merger",
+        "merge",
+        "--backend",
+        "fsdp",
+        "--local_dir",
+        actor,
+        "--target_dir",
+        target,
+    ]
     subprocess.run(command, check=True, cwd=ROOT)
     return target
 
@@ -136,9 +193,13 @@ def paired(before: dict[str, float], after: dict[str, float]) -> dict[str, float
     assert set(before) == set(after)
     differences = [after[prompt] - before[prompt] for prompt in before]
     error = statistics.stdev(differences) / len(differences) ** 0.5
-    return {"before": statistics.fmean(before.values()), "after": statistics.fmean(after.values()),
-            "difference": statistics.fmean(differences), "standard_error": error,
-            "prompts": len(differences)}  # fmt: skip
+    return {
+        "before": statistics.fmean(before.values()),
+        "after": statistics.fmean(after.values()),
+        "difference": statistics.fmean(differences),
+        "standard_error": error,
+        "prompts": len(differences),
+    }
 
 
 def accuracy_by_prompt(run_dir: Path, step: int) -> dict[str, float]:
@@ -165,8 +226,7 @@ def check(run_dir: Path, steps: int, saved: int, killed_after: int) -> dict:
     before, after = accuracy_by_prompt(run_dir, 0), accuracy_by_prompt(run_dir, steps)
     validation = paired(before, after)
     assert abs(validation["after"] - logged.accuracy[steps]) < 1e-6
-    return {"validation": validation, "accuracy_by_step": logged.accuracy,
-            "steps_first": first, "steps_second": second}  # fmt: skip
+    return {"validation": validation, "accuracy_by_step": logged.accuracy, "steps_first": first, "steps_second": second}
 
 
 def main() -> None:
@@ -200,8 +260,10 @@ def main() -> None:
     write_json(out / "figures.json", {**figures, "seconds": seconds})
     for name in ("validation", "mean_V"):
         got = figures[name]
-        print(f"{name}: {got['before']:.3f} -> {got['after']:.3f}, difference {got['difference']:+.3f} "
-              f"+- {got['standard_error']:.3f} (standard error, {got['prompts']} prompts)")  # fmt: skip
+        print(
+            f"{name}: {got['before']:.3f} -> {got['after']:.3f}, difference {got['difference']:+.3f} "
+            f"+- {got['standard_error']:.3f} (standard error, {got['prompts']} prompts)"
+        )
         assert got["difference"] > 4 * got["standard_error"], f"{name} did not rise beyond noise"
     print(f"passed in {seconds['all']:.0f} s; everything is in {out}")
 
