@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.errors import UserError
 
 
 def is_adapter(model: str) -> bool:

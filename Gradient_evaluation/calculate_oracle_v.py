@@ -44,9 +44,8 @@ if __name__ == "__main__":
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from Gradient_evaluation.durable_files import append_row  # noqa: E402
-from Gradient_evaluation.law_and_prompts import chat_from, law_of, law_record, tokenised  # noqa: E402
-from Gradient_evaluation.memory import Batch, limited_memory, tune_allocator  # noqa: E402
+from Gradient_evaluation.gram.score_gram import ScoreGram  # noqa: E402
+from Gradient_evaluation.gram.self_audit import in_float32  # noqa: E402
 from Gradient_evaluation.models import (
     device_line,
     fingerprint,
@@ -57,9 +56,13 @@ from Gradient_evaluation.models import (
     warn_of_risks,
     weights_digest,
 )
-from Gradient_evaluation.processes import Processes  # noqa: E402
-from Gradient_evaluation.progress import Progress  # noqa: E402
-from Gradient_evaluation.run_files import (
+from Gradient_evaluation.runs.files import append_row  # noqa: E402
+from Gradient_evaluation.runs.memory import Batch, limited_memory, tune_allocator  # noqa: E402
+from Gradient_evaluation.runs.oracle_table import GRADED, ZERO_ONE, Row, check_ground_truths, load_dataset_rows, rewards_of  # noqa: E402
+from Gradient_evaluation.runs.processes import Processes  # noqa: E402
+from Gradient_evaluation.runs.progress import Progress  # noqa: E402
+from Gradient_evaluation.runs.prompts import chat_from, law_of, law_record, tokenised  # noqa: E402
+from Gradient_evaluation.runs.resume import (
     check_fingerprint,
     check_same_weights,
     continue_table,
@@ -72,13 +75,9 @@ from Gradient_evaluation.run_files import (
     saved_on_interrupt,
     write_table,
 )
-from Gradient_evaluation.sampler_check import check_sampler  # noqa: E402
-from Gradient_evaluation.sampling import sample_continuations, uniforms  # noqa: E402
-from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
-from Gradient_evaluation.self_audit import in_float32  # noqa: E402
-from Gradient_evaluation.tables import GRADED, ZERO_ONE, Row, check_ground_truths, load_dataset_rows, rewards_of  # noqa: E402
+from Gradient_evaluation.runs.sampler_check import check_sampler  # noqa: E402
+from Gradient_evaluation.sampling.generate import sample_continuations, uniforms  # noqa: E402
 from Gradient_evaluation.utils import REWARDS  # noqa: E402
-
 
 CHECKED = 16  # continuations whose log-probs are compared with those of a forward pass
 

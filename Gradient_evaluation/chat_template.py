@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.errors import UserError
 
 Messages = list[dict[str, Any]]
 FLAG = "--chat_template_kwargs"

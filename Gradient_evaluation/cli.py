@@ -13,12 +13,9 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
+from Gradient_evaluation.errors import UserError
 
 OURS = ("Gradient_evaluation", "Policy_Optimization", "data", "plots")  # what fails to import here is our bug
-
-
-class UserError(Exception):
-    """Something the user can mend. The message is one line: where it is and what to do about it."""
 
 
 class Parser(argparse.ArgumentParser):

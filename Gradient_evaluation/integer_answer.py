@@ -10,7 +10,7 @@ import unicodedata
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.errors import UserError
 
 LONGEST_INTEGER = 4000  # digits; Python refuses int() beyond 4300
 TAIL = 5 * LONGEST_INTEGER  # characters at the end of a text that are read first

@@ -59,7 +59,7 @@ class MathWorker:
             self._stop()
 
     def _start(self):
-        from Gradient_evaluation.cli import UserError
+        from Gradient_evaluation.errors import UserError
 
         self._process = subprocess.Popen(
             [sys.executable, os.path.abspath(__file__)],

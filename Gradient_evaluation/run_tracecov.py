@@ -25,21 +25,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.cli import (
-    MOST_CONTINUATIONS,
-    Parser,
-    UserError,
-    group_sizes,
-    integer,  # noqa: E402
-    one_line_while_importing,
-    run,
-)
+from Gradient_evaluation.cli import MOST_CONTINUATIONS, Parser, group_sizes, integer, one_line_while_importing, run  # noqa: E402
+from Gradient_evaluation.errors import UserError  # noqa: E402
 
 if __name__ == "__main__":
     one_line_while_importing()
 
-from Gradient_evaluation.estimator_table import DEFAULT, ESTIMATORS, resolve  # noqa: E402
 from Gradient_evaluation.flags import GRAM_DTYPES, add_shared_flags  # noqa: E402
+from Gradient_evaluation.stats.estimators import DEFAULT, ESTIMATORS, resolve  # noqa: E402
 
 # The flags that --from_grams heeds; every other one says how Grams are made.
 WITH_FROM_GRAMS = (
@@ -167,11 +160,8 @@ if __name__ == "__main__":
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from Gradient_evaluation import gram_store, group_size_report  # noqa: E402
 from Gradient_evaluation.chat_template import Chat  # noqa: E402
-from Gradient_evaluation.durable_files import write_json  # noqa: E402
-from Gradient_evaluation.law_and_prompts import chat_from, law_of, law_record, tokenised  # noqa: E402
-from Gradient_evaluation.memory import limited_memory, tune_allocator  # noqa: E402
+from Gradient_evaluation.gram.score_gram import ScoreGram  # noqa: E402
 from Gradient_evaluation.models import (
     device_line,
     fingerprint,
@@ -182,10 +172,25 @@ from Gradient_evaluation.models import (
     warn_of_risks,
     weights_digest,
 )
-from Gradient_evaluation.processes import Processes  # noqa: E402
-from Gradient_evaluation.progress import Progress  # noqa: E402
-from Gradient_evaluation.prompt_measurement import Measurement, block_sizes, planned_block_size  # noqa: E402
-from Gradient_evaluation.run_files import (
+from Gradient_evaluation.runs import (
+    gram_store,  # noqa: E402
+    group_size_report,  # noqa: E402
+)
+from Gradient_evaluation.runs.files import write_json  # noqa: E402
+from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size  # noqa: E402
+from Gradient_evaluation.runs.memory import limited_memory, tune_allocator  # noqa: E402
+from Gradient_evaluation.runs.oracle_table import Row, check_ground_truths, check_law, load_oracle_table  # noqa: E402
+from Gradient_evaluation.runs.processes import Processes  # noqa: E402
+from Gradient_evaluation.runs.progress import Progress  # noqa: E402
+from Gradient_evaluation.runs.prompts import chat_from, law_of, law_record, tokenised  # noqa: E402
+from Gradient_evaluation.runs.results import (
+    finished_results,
+    report,
+    results_path,
+    versions,  # noqa: E402
+    write_results,
+)
+from Gradient_evaluation.runs.resume import (
     CHECKS,
     IDENTITY,
     check_fingerprint,
@@ -199,16 +204,7 @@ from Gradient_evaluation.run_files import (
     refuse_difference,
     saved_on_interrupt,
 )
-from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
-from Gradient_evaluation.sketch_weights import sketched_names  # noqa: E402
-from Gradient_evaluation.tables import Row, check_ground_truths, check_law, load_oracle_table  # noqa: E402
-from Gradient_evaluation.tracecov_results import (
-    finished_results,
-    report,
-    results_path,
-    versions,  # noqa: E402
-    write_results,
-)
+from Gradient_evaluation.stats.sketch_weights import sketched_names  # noqa: E402
 from plots.plot_tracecov import plot_tracecov  # noqa: E402
 from plots.style import save_figure  # noqa: E402
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from Gradient_evaluation.chat_template import Chat, Messages, plain_fields, render
-from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.integer_answer import (
     LONGEST_INTEGER,
     check_integer_ground_truth,

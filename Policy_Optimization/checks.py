@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from Gradient_evaluation.cli import UserError
-from Gradient_evaluation.durable_files import one_line_errors
+from data.prepare_parquet import refuse_for_verl
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.files import one_line_errors
 from Gradient_evaluation.utils import REWARDS, normalise_prompt
 from Policy_Optimization.reward_fn import choose_reward
-from data.prepare_parquet import refuse_for_verl
 
 MATH_ANSWERS_CHECKED = 50  # each is a question to Math-Verify; prepare_parquet.py has asked them all
 SECRET = re.compile(r"(api_?key|token|secret|password)(=|$)", re.IGNORECASE)

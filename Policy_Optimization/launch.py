@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from data.prepare_parquet import load_chat_tokenizer  # noqa: E402
 from Gradient_evaluation.chat_template import check_variables, date_string, prints_date  # noqa: E402
-from Gradient_evaluation.cli import UserError, run as run_main  # noqa: E402
+from Gradient_evaluation.cli import run as run_main  # noqa: E402
+from Gradient_evaluation.errors import UserError  # noqa: E402
 from Policy_Optimization import checks, verl_config  # noqa: E402
 from Policy_Optimization.run_folder import (
     check_same_gpus,
@@ -33,7 +35,6 @@ from Policy_Optimization.run_folder import (
     wandb_mode,
 )
 from Policy_Optimization.settings import Settings, hydra_value, read_settings, verl_overrides  # noqa: E402
-from data.prepare_parquet import load_chat_tokenizer  # noqa: E402
 
 
 def check_settings(settings: Settings, environment: Mapping[str, str]) -> list[str]:

@@ -17,7 +17,7 @@ from typing import Any
 _ROOT = str(Path(__file__).resolve().parents[1])  # Ray workers start in other folders
 if _ROOT not in sys.path:
     sys.path.insert(0, _ROOT)
-from Gradient_evaluation.cli import UserError  # noqa: E402
+from Gradient_evaluation.errors import UserError  # noqa: E402
 from Gradient_evaluation.integer_answer import final_reply, parse_integer_answer  # noqa: E402
 from Gradient_evaluation.utils import REWARDS, last_boxed, parse_last_integer  # noqa: E402
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from Gradient_evaluation.chat_template import json_object
-from Gradient_evaluation.cli import Parser, UserError, integer, number
+from Gradient_evaluation.cli import Parser, integer, number
+from Gradient_evaluation.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 REWARD_FILE = ROOT / "Policy_Optimization" / "reward_fn.py"

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, run  # noqa: E402
-from Gradient_evaluation.durable_files import one_line_errors, write_json  # noqa: E402
-from Gradient_evaluation.tables import ADDED_LATER  # noqa: E402
+from Gradient_evaluation.cli import Parser, group_sizes, integer, run  # noqa: E402
+from Gradient_evaluation.errors import UserError  # noqa: E402
+from Gradient_evaluation.runs.files import one_line_errors, write_json  # noqa: E402
+from Gradient_evaluation.runs.oracle_table import ADDED_LATER  # noqa: E402
 from Policy_Optimization.settings import BUDGETS, SETTINGS, training_law  # noqa: E402
 
 STATUSES = ("pending", "running", "finished", "failed", "interrupted")

@@ -32,12 +32,12 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from data.make_arithmetic import MAX_PROBLEMS, make_problems  # noqa: E402
-from Gradient_evaluation.advantages import group_advantages  # noqa: E402
-from Gradient_evaluation.cli import Parser, UserError, group_sizes, integer, number, run  # noqa: E402
-from Gradient_evaluation.durable_files import write_json  # noqa: E402
-from Gradient_evaluation.group_size_report import budget_table  # noqa: E402
+from Gradient_evaluation.cli import Parser, group_sizes, integer, number, run  # noqa: E402
+from Gradient_evaluation.errors import UserError  # noqa: E402
 from Gradient_evaluation.models import check_prompt_length, fingerprint, load_model, load_tokenizer, model_limits  # noqa: E402
-from Gradient_evaluation.sampling import (
+from Gradient_evaluation.runs.files import write_json  # noqa: E402
+from Gradient_evaluation.runs.group_size_report import budget_table  # noqa: E402
+from Gradient_evaluation.sampling.generate import (
     Continuation,
     SamplingLaw,
     decode_text,
@@ -46,6 +46,7 @@ from Gradient_evaluation.sampling import (
     log_probs,
     uniforms,
 )
+from Gradient_evaluation.stats.advantages import group_advantages  # noqa: E402
 from Gradient_evaluation.utils import REWARDS, format_prompt  # noqa: E402
 from plots.plot_group_size import check_law  # noqa: E402
 from plots.plot_tracecov import load_results  # noqa: E402

@@ -22,7 +22,7 @@ from functools import lru_cache
 from importlib import metadata, util
 from typing import Any
 
-from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.errors import UserError
 
 VERSION = "0.9.1"  # the one all of this was tried with
 INSTALL = 'pip install "verl==0.9.1" "TransferQueue>=0.1.10" cachetools uvicorn fastapi'

@@ -42,10 +42,11 @@ if __name__ == "__main__":
 from tqdm import tqdm  # noqa: E402
 
 from Gradient_evaluation.chat_template import FLAG, check_variables, json_object, tool_schemas, verl_text  # noqa: E402
-from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
-from Gradient_evaluation.durable_files import one_line_errors, write_bytes_atomic  # noqa: E402
-from Gradient_evaluation.records import SUFFIXES, Record, read_records  # noqa: E402
-from Gradient_evaluation.tables import prompt_id, warn_on_stderr  # noqa: E402
+from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
+from Gradient_evaluation.errors import UserError  # noqa: E402
+from Gradient_evaluation.runs.dataset import SUFFIXES, Record, read_records  # noqa: E402
+from Gradient_evaluation.runs.files import one_line_errors, write_bytes_atomic  # noqa: E402
+from Gradient_evaluation.runs.oracle_table import prompt_id, warn_on_stderr  # noqa: E402
 from Gradient_evaluation.utils import REWARDS, Messages, last_boxed, normalise_prompt  # noqa: E402
 
 GSM8K_REQUEST = "Reason step by step, then give the final answer alone on the last line after ####."

@@ -23,8 +23,9 @@ from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
 if __name__ == "__main__":
     one_line_while_importing()
 
-from Gradient_evaluation.cli import Parser, UserError, run  # noqa: E402
-from Gradient_evaluation.durable_files import one_line_errors, write_bytes_atomic  # noqa: E402
+from Gradient_evaluation.cli import Parser, run  # noqa: E402
+from Gradient_evaluation.errors import UserError  # noqa: E402
+from Gradient_evaluation.runs.files import one_line_errors, write_bytes_atomic  # noqa: E402
 from plots.describe import in_one_line  # noqa: E402
 from plots.plot_tracecov import load_results  # noqa: E402
 from plots.report_page import to_html  # noqa: E402
@@ -103,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     name = first.stem.removeprefix("tracecov_")
     out = flags.out or first.with_name(f"report_{name}.html")
     try:
-        import nbclient, nbconvert  # noqa: E401, F401
+        import nbclient  # noqa: E401, F401
+        import nbconvert
     except ImportError as error:
         raise UserError(f"the report needs the package {error.name}; pip install -r requirements.txt") from None
     notebook = execute(

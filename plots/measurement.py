@@ -17,11 +17,12 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from Gradient_evaluation import estimators, gram_store
-from Gradient_evaluation.cli import UserError
-from Gradient_evaluation.estimator_table import ESTIMATORS, Moments, moments_of
-from Gradient_evaluation.prompt_bootstrap import PromptBootstrap
-from Gradient_evaluation.prompt_moments import PromptMoments
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs import gram_store
+from Gradient_evaluation.stats import summary as estimators
+from Gradient_evaluation.stats.bootstrap import PromptBootstrap
+from Gradient_evaluation.stats.estimators import ESTIMATORS, Moments, moments_of
+from Gradient_evaluation.stats.prompts import PromptMoments
 from plots.plot_tracecov import load_results
 
 

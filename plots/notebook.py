@@ -15,7 +15,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.errors import UserError
 from plots.describe import in_one_line
 from plots.measurement import Measurement
 from plots.plot_training import plot_training

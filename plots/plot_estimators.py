@@ -11,10 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.ticker import LogLocator, NullLocator
 
-from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.stats.estimators import label_of
 from plots.measurement import Measurement
 from plots.plot_tracecov import FLOOR, PUBLISHED, curve_of, sample_sizes, why_missing
-from plots.style import COLOURS, CURVES, finish, group_size_axis, name_of, new_ax, note
+from plots.style import COLOURS, CURVES, finish, group_size_axis, new_ax, note
 
 FAIR = "signal_to_noise_per_continuation"  # groups that an estimator throws away are paid for
 QUANTITIES = {
@@ -72,7 +73,7 @@ def plot_ratio(measured: Measurement, ax=None):
     ax.axhline(1, color="black", linewidth=0.8)
     group_size_axis(ax, measured.results["K_list"])
     ax.set_xlabel("group size K" + sample_sizes(measured.results))
-    ax.set_ylabel(f"MSE of {name_of('grpo')} / MSE of {name_of('oracleV')}")
+    ax.set_ylabel(f"MSE of {label_of('grpo')} / MSE of {label_of('oracleV')}")
     finish(ax)
     return ax.get_figure(), ax
 
@@ -118,7 +119,7 @@ def missing(measured: Measurement, quantity: str = FAIR) -> list[str]:
     for name, found in measured.compared.items():
         if found[quantity][0] is None:
             reason = measured.reasons.get(f"estimators.{name}.{quantity}", "no reason is given")
-            by_reason.setdefault(reason.removeprefix("not computed: "), []).append(name_of(name))
+            by_reason.setdefault(reason.removeprefix("not computed: "), []).append(label_of(name))
     return [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
 
 
@@ -158,7 +159,7 @@ def plot_estimators(measured: Measurement, ax=None, quantity: str = FAIR):
         ax.axvline(known["grpo"][quantity][0] / unit, color=CURVES["grpo"].colour, linestyle="--", linewidth=1)
     for text, filling in (("estimates the gradient", "black"), ("a rescaled gradient", "white")):
         ax.plot([], [], linestyle="", marker="o", color="black", markerfacecolor=filling, label=text)
-    ax.set_yticks(range(len(names)), map(name_of, names))
+    ax.set_yticks(range(len(names)), map(label_of, names))
     ax.set_xscale("log")
     ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     ax.xaxis.set_minor_locator(NullLocator())

@@ -21,7 +21,8 @@ from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
 if __name__ == "__main__":
     one_line_while_importing()
 
-from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
+from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
+from Gradient_evaluation.errors import UserError  # noqa: E402
 from plots.plot_tracecov import load_results  # noqa: E402
 from plots.style import Curve, finish, group_size_axis, new_ax, new_figure, save_figure  # noqa: E402
 

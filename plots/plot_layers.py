@@ -16,9 +16,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.stats.estimators import label_of
 from plots.plot_tracecov import PUBLISHED
-from plots.style import CURVES, Curve, finish, name_of, new_ax, numbered
+from plots.style import CURVES, Curve, finish, new_ax, numbered
 
 MAX_KINDS = 7  # curves, as many as there are colours; the kinds with the least MSE are one curve together
 BEFORE = re.compile(r"embed|\bwte\b|\bwpe\b", re.IGNORECASE)  # outside the layers, drawn left of them
@@ -97,7 +98,7 @@ def plot_layers(results: dict, group_size: int, ax=None):
     x, inside = _depth_axis(ax, places), np.array([place.layer is not None for place in places])
     for name in PUBLISHED:
         _draw(ax, x[inside], values[name][inside], CURVES[name])
-        outside = CURVES[name]._replace(label=None if inside.any() else name_of(name), line="")
+        outside = CURVES[name]._replace(label=None if inside.any() else label_of(name), line="")
         _draw(ax, x[~inside], values[name][~inside], outside)
     _finish(ax, results, f"MSE of a layer at K = {group_size}", ncols=3)
     return ax.get_figure(), ax
@@ -125,7 +126,7 @@ def plot_module_kinds(results: dict, group_size: int, ax=None, estimator: str = 
         _draw(ax, x[members], trace[members], numbered(number, label))
     outside = np.array([place.layer is None for place in places])
     _draw(ax, x[outside], trace[outside], Curve("outside the layers", "#000000", "*", ""))
-    _finish(ax, results, f"MSE of a module at K = {group_size}\n({name_of(estimator)})", ncols=2)
+    _finish(ax, results, f"MSE of a module at K = {group_size}\n({label_of(estimator)})", ncols=2)
     return ax.get_figure(), ax
 
 

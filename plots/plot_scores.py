@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.errors import UserError
 from plots.measurement import Measurement
 from plots.style import COLOURS, CURVES, finish, new_ax
 

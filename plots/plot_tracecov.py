@@ -24,14 +24,15 @@ from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
 if __name__ == "__main__":
     one_line_while_importing()
 
-from Gradient_evaluation.cli import Parser, UserError, run  # noqa: E402
+from Gradient_evaluation.cli import Parser, run  # noqa: E402
+from Gradient_evaluation.errors import UserError  # noqa: E402
+from Gradient_evaluation.stats.estimators import label_of  # noqa: E402
 from plots.describe import describe, describe_each  # noqa: E402
 from plots.style import (
     CURVES,
     Curve,
     finish,
     group_size_axis,
-    name_of,
     new_ax,
     new_figure,
     note,  # noqa: E402
@@ -128,7 +129,7 @@ def plot_tracecov(results: dict, ax=None, label: str | None = None, log_y: bool 
 def why_missing(curve: str, reason: str | None = None) -> str:
     """What is said of a missing curve: ``"floor b*(x) not computed: raise --M or lower --block_size"``."""
     why = FLOOR_NEEDS if curve == FLOOR else reason
-    return f"{name_of(curve)} not computed" + (f": {why}" if why else "")
+    return f"{label_of(curve)} not computed" + (f": {why}" if why else "")
 
 
 def _finish(ax, sizes: Sequence[int], log_y: bool) -> None:
@@ -198,7 +199,7 @@ def plot_compared(results: Sequence[dict], curve: str, ax=None, labels: Sequence
     ax.set_ylabel("MSE (squared gradient units)")
     if absent:
         note(ax, f"not computed in {absent} of {len(results)} files" + f": {FLOOR_NEEDS}" * (curve == FLOOR))
-    finish(ax, name_of(curve), loc="upper center", bbox_to_anchor=(0.5, -0.35 if absent else -0.2))
+    finish(ax, label_of(curve), loc="upper center", bbox_to_anchor=(0.5, -0.35 if absent else -0.2))
     return ax.get_figure(), ax
 
 

@@ -28,7 +28,8 @@ from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
 if __name__ == "__main__":
     one_line_while_importing()
 
-from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
+from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
+from Gradient_evaluation.errors import UserError  # noqa: E402
 from plots.style import COLOURS, finish, group_size_axis, new_ax, new_figure, numbered, save_figure  # noqa: E402
 from plots.training_logs import Run, load_runs  # noqa: E402
 
@@ -201,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for warning in summary["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
     if flags.save_json:
-        from Gradient_evaluation.durable_files import write_json
+        from Gradient_evaluation.runs.files import write_json
 
         write_json(flags.save_json, json.loads(json.dumps(summary)))
     print(save_figure(figure, flags.out))

@@ -15,7 +15,8 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
 
-from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.stats.estimators import label_of
 
 
 class Curve(NamedTuple):
@@ -28,10 +29,10 @@ class Curve(NamedTuple):
 
 
 CURVES = {
-    "naive": Curve("vanilla", "#D55E00", "s", "--"),
-    "grpo": Curve("GRPO", "#0072B2", "o", "-"),
-    "oracleV": Curve("oracle V(x)", "#009E73", "^", "-."),
-    "best_baseline": Curve("floor b*(x)", "#000000", "x", ":"),
+    "naive": Curve(label_of("naive"), "#D55E00", "s", "--"),
+    "grpo": Curve(label_of("grpo"), "#0072B2", "o", "-"),
+    "oracleV": Curve(label_of("oracleV"), "#009E73", "^", "-."),
+    "best_baseline": Curve(label_of("best_baseline"), "#000000", "x", ":"),
 }
 
 # For curves that are told apart by number: a run, a group size, a file.
@@ -40,11 +41,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":")
 
 COLUMN = 3.5  # inches: one column of a two-column page
-
-
-def name_of(estimator: str) -> str:
-    """What every picture and list calls an estimator: its label in CURVES, else its name on the command line."""
-    return CURVES[estimator].label if estimator in CURVES else estimator
 
 
 def numbered(number: int, label: str = "") -> Curve:

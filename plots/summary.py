@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from Gradient_evaluation.group_size_report import at_least
-from Gradient_evaluation.tracecov_results import value_text
+from Gradient_evaluation.runs.group_size_report import at_least
+from Gradient_evaluation.runs.results import value_text
+from Gradient_evaluation.stats.estimators import label_of
 from plots.plot_tracecov import FLOOR, PUBLISHED, curve_of
-from plots.style import CURVES, name_of
+from plots.style import CURVES
 
 
 def mse_table(results: dict) -> str:
@@ -19,7 +20,7 @@ def mse_table(results: dict) -> str:
     rows = []
     for name, values, intervals in mse_by_estimator(results):
         title = "" if name in CURVES else (results["estimators"][name].get("title") or "")
-        head = escape(name_of(name)) + (f"<br><small>{escape(title)}</small>" if title else "")
+        head = escape(label_of(name)) + (f"<br><small>{escape(title)}</small>" if title else "")
         rows.append(f"<tr><th>{head}</th>{''.join(map(_cell, values, intervals))}</tr>")
     sizes = "".join(f"<th>K = {size}</th>" for size in results["K_list"])
     return (

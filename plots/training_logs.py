@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from Gradient_evaluation.cli import UserError
-from Gradient_evaluation.durable_files import one_line_errors
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.files import one_line_errors
 
 VALIDATION = re.compile(r"val-core/.+/acc/mean@\d+")
 NAME = re.compile(r"(?:^|[_\W])g(?:roup_size)?[_=]?(\d+)(?=$|[_\W])", re.IGNORECASE)

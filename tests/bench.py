@@ -36,12 +36,12 @@ from bench_protocol import ESTIMATORS, RunningTraces, generate, ordinary_passes 
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from data.make_arithmetic import make_problems  # noqa: E402
-from Gradient_evaluation import estimators  # noqa: E402
 from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
-from Gradient_evaluation.memory import tune_allocator  # noqa: E402
+from Gradient_evaluation.gram.score_gram import ScoreGram  # noqa: E402
 from Gradient_evaluation.models import load_model, load_tokenizer, resolve_device, resolve_dtype  # noqa: E402
-from Gradient_evaluation.sampling import SamplingLaw, eos_token_ids, sample_continuations, uniforms  # noqa: E402
-from Gradient_evaluation.score_gram import ScoreGram  # noqa: E402
+from Gradient_evaluation.runs.memory import tune_allocator  # noqa: E402
+from Gradient_evaluation.sampling.generate import SamplingLaw, eos_token_ids, sample_continuations, uniforms  # noqa: E402
+from Gradient_evaluation.stats import summary as estimators  # noqa: E402
 from Gradient_evaluation.utils import format_prompt, integer_reward  # noqa: E402
 from plots.style import save_figure  # noqa: E402
 

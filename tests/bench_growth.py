@@ -8,8 +8,8 @@ from bench_measures import interleaved
 from bench_protocol import RunningTraces
 from tiny_models import tiny_model
 
-from Gradient_evaluation.sampling import Continuation, SamplingLaw
-from Gradient_evaluation.score_gram import ScoreGram
+from Gradient_evaluation.gram.score_gram import ScoreGram
+from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw
 from plots.style import new_figure
 
 BASE = {"largest K": 32, "M": 1, "prompt tokens": 64, "response tokens": 32, "width": 128}

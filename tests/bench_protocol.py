@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from Gradient_evaluation.sampling import Continuation, SamplingLaw, log_probs
+from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw, log_probs
 
 ESTIMATORS = ("naive", "grpo", "oracleV")
 

@@ -205,7 +205,7 @@ def parse(script: str, arguments: Sequence[str]) -> None:
 @contextlib.contextmanager
 def one_line():
     """A refusal, by exit or as a UserError, becomes an AssertionError with its line."""
-    from Gradient_evaluation.cli import UserError
+    from Gradient_evaluation.errors import UserError
 
     said = io.StringIO()
     try:

@@ -8,10 +8,10 @@ from test_sampling import PROMPT, frequencies_agree
 from tiny_models import enumerable_policy, enumerate_outcomes, random_continuations, tiny_model, tiny_tokenizer
 
 from data.make_arithmetic import make_problems, write_jsonl
-from Gradient_evaluation.memory import Batch, limited_memory
+from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.models import resolve_device
-from Gradient_evaluation.sampling import SamplingLaw, sample_continuations, uniforms
-from Gradient_evaluation.score_gram import ScoreGram
+from Gradient_evaluation.runs.memory import Batch, limited_memory
+from Gradient_evaluation.sampling.generate import SamplingLaw, sample_continuations, uniforms
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LAW = SamplingLaw(temperature=0.8, max_new_tokens=6)

@@ -16,7 +16,7 @@ import torch
 
 from data import train_tiny_model
 from data.make_arithmetic import KINDS, MAX_PROBLEMS, STYLES, WORKED_EXAMPLES, make_problems
-from Gradient_evaluation.cli import UserError
+from Gradient_evaluation.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "data" / "make_arithmetic.py"

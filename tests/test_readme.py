@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from readme_commands import (
     ROOT,
     Command,
@@ -206,8 +205,9 @@ def test_a_command_in_no_category_fails():
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     """A copy of the repository with stand-ins for what the README takes from the hub or from earlier work."""
-    from data.make_arithmetic import make_problems, write_jsonl
     from datasets import Dataset, DatasetDict
+
+    from data.make_arithmetic import make_problems, write_jsonl
     from Policy_Optimization.sweep_manifest import make_plan
 
     place = tmp_path_factory.mktemp("readme") / "copy"

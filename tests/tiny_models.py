@@ -163,7 +163,7 @@ def per_sample_scores(model, prompt_ids, continuations, law) -> torch.Tensor:
 
 def random_continuations(seed: int, lengths, vocabulary: int = 40):
     """Continuations of the given lengths with random tokens (none is an end of sequence)."""
-    from Gradient_evaluation.sampling import Continuation
+    from Gradient_evaluation.sampling.generate import Continuation
 
     rng = np.random.default_rng(seed)
     return [Continuation(tuple(int(t) for t in rng.integers(3, vocabulary, n)), False, "") for n in lengths]

@@ -24,8 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from Gradient_evaluation.cli import Parser, UserError, integer, run  # noqa: E402
-from Gradient_evaluation.durable_files import write_json  # noqa: E402
+from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
+from Gradient_evaluation.errors import UserError  # noqa: E402
+from Gradient_evaluation.runs.files import write_json  # noqa: E402
 from plots.training_logs import load_runs  # noqa: E402
 
 HERE = Path(__file__).resolve().parent

@@ -1,0 +1,1 @@
+"""The inner products of the scores of a block, and nothing about rewards or files."""

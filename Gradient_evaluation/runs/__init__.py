@@ -1,0 +1,1 @@
+"""What a run reads, leaves on disk, and how it goes on."""

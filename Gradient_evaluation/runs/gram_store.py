@@ -1,0 +1,148 @@
+"""One prompt's Grams, rewards and lengths as an .npz: all that any later estimator or group size needs.
+
+``save`` is atomic (a killed run leaves no half file) and deterministic (the same record gives the same bytes).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.files import write_bytes_atomic
+
+# What reading a file that is no Gram file, or a damaged one, may raise.
+DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, IndexError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+
+
+@dataclass(frozen=True)
+class GramRecord:
+    """The measurement of one prompt: N continuations in blocks of B_1, B_2, ... (summing to N).
+
+    prompt_id, index: identity and place in the oracle table; prompt, ground_truth: as in the table;
+    order: the prompt's position in the seeded order in which the run takes prompts, None in older files;
+    oracle_value: V(x); n_oracle: the continuations behind it, or None; rewards, lengths (tokens, the end of
+    sequence included), log_probs: (N,); grams: one (B, B) float64 per block, Q[i, j] = <g_i, g_j>; modules, module_moments:
+    under --by_layer the names and their moments (modules, 6) of layer_traces.py, else None; sketch: (E, S)
+    float32 sketches of the mean of each of ``sketch_names`` ("grpo" first; the blocks' mean) with --sketch_dim, else
+    None; sketch_layout: (parameters, 4) of GradientSketch.layout; greedy_reward: that of the greedy continuation, if
+    sampled.
+    """
+
+    prompt_id: int
+    index: int
+    prompt: object
+    ground_truth: object
+    oracle_value: float
+    n_oracle: int | None
+    rewards: np.ndarray
+    lengths: np.ndarray
+    log_probs: np.ndarray
+    grams: list[np.ndarray]
+    modules: list[str] | None = None
+    module_moments: np.ndarray | None = None
+    sketch: np.ndarray | None = None
+    sketch_names: list[str] | None = None
+    sketch_layout: np.ndarray | None = None
+    greedy_reward: float | None = None
+    order: int | None = None
+
+    @property
+    def blocks(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """[(gram (B, B), rewards (B,), lengths (B,)), ...] as estimators.py reads them."""
+        ends = np.cumsum([len(gram) for gram in self.grams])
+        return [
+            (gram, self.rewards[end - len(gram) : end], self.lengths[end - len(gram) : end])
+            for gram, end in zip(self.grams, ends)
+        ]
+
+    def save(self, folder: Path) -> None:
+        """Write ``folder/<prompt id>.npz``, all or nothing."""
+        about = {
+            "prompt_id": self.prompt_id,
+            "index": self.index,
+            "prompt": self.prompt,
+            "ground_truth": self.ground_truth,
+            "oracle_value": self.oracle_value,
+            "n_oracle": self.n_oracle,
+            "modules": self.modules,
+            "sketch_names": self.sketch_names,
+            "greedy_reward": self.greedy_reward,
+            "order": self.order,
+        }
+        extra = {
+            name: getattr(self, name)
+            for name in ("module_moments", "sketch", "sketch_layout")
+            if getattr(self, name) is not None
+        }
+        buffer = io.BytesIO()
+        np.savez(
+            buffer,
+            **extra,
+            about=np.array(json.dumps(about, ensure_ascii=False)),
+            rewards=self.rewards,
+            lengths=self.lengths,
+            log_probs=self.log_probs,
+            block_sizes=np.array([len(gram) for gram in self.grams]),
+            grams=np.concatenate([gram.ravel() for gram in self.grams]),
+        )
+        write_bytes_atomic(path_of(folder, self.prompt_id), buffer.getvalue())
+
+
+def path_of(folder: Path, prompt_id: int) -> Path:
+    """The file of one prompt's record."""
+    return folder / f"{prompt_id:016x}.npz"
+
+
+def load(path: Path) -> GramRecord:
+    """Read one record. Raises UserError naming the file when it is not one."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            data = {name: file[name] for name in file.files}
+        about = json.loads(str(data["about"]))
+        sizes = data["block_sizes"].tolist()
+        pieces = np.split(data["grams"], np.cumsum([size * size for size in sizes])[:-1])
+        grams = [piece.reshape(size, size) for piece, size in zip(pieces, sizes)]
+        if not all(np.isfinite(data[name]).all() for name in ("grams", "rewards", "lengths", "log_probs")):
+            raise ValueError("not finite")
+        if path.stem != path_of(path.parent, about["prompt_id"]).stem:
+            raise ValueError("of another prompt")
+        return GramRecord(
+            **about,
+            rewards=data["rewards"],
+            lengths=data["lengths"],
+            log_probs=data["log_probs"],
+            grams=grams,
+            module_moments=data.get("module_moments"),
+            sketch=data.get("sketch"),
+            sketch_layout=data.get("sketch_layout"),
+        )
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file") from None
+    except DAMAGE as error:
+        raise UserError(
+            f"{path}: not a Gram file of this toolkit ({type(error).__name__}); delete it and run run_tracecov.py again"
+        ) from None
+
+
+def load_all(folder: Path) -> Iterator[GramRecord]:
+    """The records of a folder in the order of the oracle table, one in memory at a time."""
+    paths = sorted(folder.glob("*.npz"))
+    if not paths:
+        raise UserError(f"{folder}: holds no .npz files; give the grams folder a run_tracecov.py run has written")
+    order = []
+    for path in paths:
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                order.append((json.loads(str(file["about"]))["index"], path))
+        except DAMAGE as error:
+            raise UserError(f"{path}: not a Gram file of this toolkit ({type(error).__name__}); remove it") from None
+    for _, path in sorted(order):
+        yield load(path)

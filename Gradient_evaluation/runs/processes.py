@@ -1,0 +1,130 @@
+"""One process or many: ``torchrun --nproc-per-node N script.py ...`` shares the prompts out.
+
+Every process holds the whole model on its own device and takes the next prompt when it is done with the last, so
+that a slow prompt holds up nobody else. Continuations are fixed by seed, prompt and index, so who measures a prompt
+changes nothing. The first process (rank 0) checks the input, tells the others what there is to do, and puts the
+results together. No tensor travels between processes, only the plan and a counter.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.models import resolve_device
+
+PATIENCE = datetime.timedelta(days=30)  # a process may wait for another's slow prompt; a dead one torchrun reports
+
+
+def gpu_identity(device: torch.device) -> tuple[str, str] | None:
+    """(machine, GPU) of a CUDA device, the same in every process that uses it; None for other devices."""
+    if device.type != "cuda":
+        return None
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if named[0].startswith("MIG-") and device.index < len(named):  # slices of one GPU may share its UUID
+        return platform.node(), named[device.index]
+    return platform.node(), str(torch.cuda.get_device_properties(device).uuid)
+
+
+def check_own_gpus(found: Sequence[tuple[str, str] | None]) -> None:
+    """Raise UserError when two processes (``gpu_identity`` of each, in order of rank) use one GPU."""
+    first: dict[tuple[str, str], int] = {}
+    for rank, identity in enumerate(found):
+        if identity is not None and first.setdefault(identity, rank) != rank:
+            raise UserError(
+                f"processes {first[identity]} and {rank} use the same GPU of {identity[0]}; lower "
+                "--nproc-per-node, or give each task a GPU of its own (CUDA_VISIBLE_DEVICES)"
+            )
+
+
+class Processes:
+    """The processes of this run, seen from one of them.
+
+    rank, size: which one this is, of how many; device: torch.device of this process. A context manager: leaving it
+    ends the process group.
+    """
+
+    def __init__(self, device: str):
+        """device: the flag --device. Raises UserError when the machine lacks it or processes would share a GPU."""
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        local = int(os.environ.get("LOCAL_RANK", 0)) if self.size > 1 else None
+        self.device = resolve_device(device, local)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self._store, self._done = None, 0
+        if self.size > 1:
+            self._join()
+            self.from_first(check_own_gpus, self.gather(gpu_identity(self.device)))
+
+    def _join(self) -> None:
+        """gloo on every device: objects travel between processes, tensors never do."""
+        store, _, _ = next(torch.distributed.rendezvous("env://"))
+        torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
+        self._store = torch.distributed.PrefixStore("prompts", store)
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, kind, *error) -> None:
+        if self.size > 1 and kind is None:  # after an error torchrun ends the others, which may never answer
+            torch.distributed.destroy_process_group()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def from_first(self, make: Callable[..., Any], *args) -> Any:
+        """``make(*args)`` of the first process, on every process. What it returns must be picklable.
+
+        A UserError there is raised there, and ends the others in silence.
+        """
+        found: list[Any] = [None]
+        if self.is_first:
+            try:
+                found = [make(*args)]
+            except UserError as error:
+                found = [error]
+        if self.size > 1:
+            self._together(torch.distributed.broadcast_object_list, found)
+        if isinstance(found[0], UserError):
+            if self.is_first:
+                raise found[0]
+            sys.exit(2)
+        return found[0]
+
+    def share(self, items: Sequence) -> Iterator:
+        """Each of ``items`` (the same on every process) in exactly one of the processes, as it gets to them."""
+        if self.size == 1:
+            yield from items
+            return
+        while (place := self._together(self._store.add, "taken", 1) - 1) < len(items):
+            yield items[place]
+
+    def count(self) -> int:
+        """Count one more prompt as done; returns how many all processes together have done in this run."""
+        self._done += 1
+        return self._together(self._store.add, "done", 1) if self.size > 1 else self._done
+
+    def gather(self, value: Any) -> list:
+        """The ``value`` of every process, in order of rank, once all have come here."""
+        found = [value] * self.size
+        if self.size > 1:
+            self._together(torch.distributed.all_gather_object, found, value)
+        return found
+
+    def _together(self, operation: Callable, *args) -> Any:
+        try:
+            return operation(*args)
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UserError(
+                f"process {self.rank} lost the others ({reason}); the first error of this job says why, "
+                "and the same command continues"
+            ) from None

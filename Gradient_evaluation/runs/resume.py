@@ -1,0 +1,292 @@
+"""What a run leaves on disk, and how the same command continues it.
+
+A run's identity is the configuration that decides its numbers (model, law, seed, ...), not its paths, batch sizes
+or device. Rows and Gram files of another identity are never mixed in: the difference is named instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.files import (
+    one_line_errors,
+    read_finished_rows,
+    to_json_line,
+    truncate_file,
+    write_bytes_atomic,
+    write_json,
+)
+from Gradient_evaluation.runs.oracle_table import ADDED_LATER, Row, oracle_row
+
+IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
+# What of a run's identity is no flag by its own name: the flags it comes from, or what else.
+FROM_FLAGS = {
+    "block_sizes": ("M", "K_list", "block_size", "estimators"),
+    "sketched": ("estimators",),
+    "greedy": ("estimators",),
+    "sketched_at": ("K_list",),
+}
+FROM_ELSEWHERE = {
+    "template_date": "the clock, as the chat template prints the date",
+    "prompt_format": "the tokenizer and chat template of --model",
+    "model_fingerprint": "the weights and config of --model",
+}
+
+
+def output_folder(path: str | Path) -> Path:
+    """Create a folder for results, parents included, and check that it can be written to."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{folder}: cannot create this folder ({error.strerror}); choose another") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{folder}: this folder cannot be written to; choose another")
+    return folder
+
+
+@contextlib.contextmanager
+def only_writer(path: Path) -> Iterator[None]:
+    """Be the only process that writes ``path`` (a file or a folder), or raise UserError naming the other one.
+
+    The lock is the kernel's, on ``.NAME.lock`` beside the path, so a killed process leaves none behind.
+    """
+    place = path.with_name(f".{path.name}.lock")
+    with one_line_errors(place, "write"):
+        lock = _locked(place)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            place.unlink()
+        os.close(lock)
+
+
+def _locked(place: Path) -> int:
+    while True:
+        lock = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 200).decode(errors="replace") or "another process"
+            os.close(lock)
+            raise UserError(
+                f"{place.parent / place.name[1 : -len('.lock')]}: {holder} is writing it; wait for it, or choose "
+                "another output folder"
+            ) from None
+        except OSError as error:  # some network file systems know no locks
+            print(f"warning: {place}: cannot lock it ({error.strerror}); see that no other run writes there", file=sys.stderr)
+        try:
+            if os.path.samestat(os.stat(place), os.fstat(lock)):
+                os.truncate(lock, 0)
+                os.pwrite(lock, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+                return lock
+        except FileNotFoundError:
+            pass
+        os.close(lock)  # its last holder removed it between our two looks
+
+
+def at_row(row: Row, function: Callable, *args) -> Any:
+    """``function(*args)``, its UserError preceded by where the row stands."""
+    try:
+        return function(*args)
+    except UserError as error:
+        raise UserError(f"{row.where}: {error}") from None
+
+
+def finite_at(row: Row, function: Callable, *args) -> Any:
+    """``function(*args)``; a value that is not finite is a UserError that names the row."""
+    try:
+        return function(*args)
+    except FloatingPointError as error:
+        raise UserError(f"{row.where}: {error} on this prompt; check the checkpoint, or try --dtype float32") from None
+
+
+@contextlib.contextmanager
+def saved_on_interrupt(path: Path, overwrite: bool, first: bool) -> Iterator[None]:
+    """Give Ctrl-C inside the block its message, by the first process: what is saved, and how to continue."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        command = "the same command without --overwrite" if overwrite else "the same command"
+        saved = f"interrupted; every prompt that was done is saved in {path}, and {command} goes on from there"
+        raise KeyboardInterrupt(saved if first else "") from None
+
+
+def part_of(table: Path, rank: int) -> Path:
+    """Where process ``rank`` of several appends its rows until the first one puts them into the table."""
+    return table.with_name(f".{table.name}.rank{rank}")
+
+
+def remove_table(table: Path) -> None:
+    """Remove a table and what processes of a stopped run have left of it."""
+    with one_line_errors(table, "remove"):
+        for path in (table, *_parts(table)):
+            path.unlink(missing_ok=True)
+
+
+def _parts(table: Path) -> list[Path]:
+    return sorted(table.parent.glob(f".{glob.escape(table.name)}.rank*"))
+
+
+def left_rows(table: Path) -> Iterator[dict]:
+    """The rows that stopped runs have left in a table and its parts, unchecked."""
+    for path in (table, *_parts(table)) if table.parent.is_dir() else ():
+        yield from read_finished_rows(path)[0]
+
+
+def continue_table(table: Path, identity: dict, rows: Sequence[Row]) -> dict[int, dict]:
+    """{prompt id: row} of what stopped runs have left; a torn last line is cut off and sampled again.
+
+    Parts of several processes are moved into the table. Raises UserError for rows made with another identity, or of
+    prompts that are not among ``rows``.
+    """
+    wanted = {row.prompt_id for row in rows}
+    finished: dict[int, dict] = {}
+    for path in (table, *_parts(table)):
+        found, size = read_finished_rows(path)
+        for number, row in enumerate(found, 1):
+            where = f"{path}, line {number}"
+            missing = [
+                name
+                for name in ("prompt", "ground_truth", "V_oracle", *identity)
+                if name not in row and name not in ADDED_LATER
+            ]
+            if missing:
+                raise UserError(
+                    f"{where}: not a row of this script (no {missing[0]}); pass --overwrite to start afresh, "
+                    "or another --out_dir"
+                )
+            refuse_difference(where, row, identity)
+            key = oracle_row(where, row).prompt_id
+            if finished.get(key, row) != row:
+                raise UserError(f"{where}: a second, different row of a prompt; remove one of the two")
+            if key not in wanted:
+                raise UserError(
+                    f"{where}: a prompt that is not in --dataset; give the data set this table was made "
+                    "from, pass --overwrite to start afresh, or another --out_dir"
+                )
+            finished[key] = row
+        truncate_file(path, size)
+    if _parts(table):
+        write_table(table, finished, rows)
+    return finished
+
+
+def write_table(table: Path, finished: dict[int, dict], rows: Sequence[Row]) -> None:
+    """The finished rows in the order of the data set, whole or not at all; then the parts they came from go."""
+    ordered = b"".join(to_json_line(finished[row.prompt_id]) for row in rows if row.prompt_id in finished)
+    if not table.exists() or table.read_bytes() != ordered:
+        write_bytes_atomic(table, ordered)
+    for part in _parts(table):
+        part.unlink()
+
+
+def refuse_difference(where: str, found: dict, identity: dict, flags: dict | None = None) -> None:
+    """Raise UserError naming the first entry of the identity in which what was found differs.
+
+    flags: {name: value} of this run's flags that ``FROM_FLAGS`` names, to compare with those kept in ``found``.
+    """
+    for name, value in identity.items():
+        if found.get(name, ADDED_LATER.get(name)) != value:
+            then, now = _difference(name, found, value, flags or {})
+            raise UserError(
+                f"{where}: made with {then}, this run has {now}; use the same, pass --overwrite to start afresh, "
+                "or choose another output folder"
+            )
+
+
+def _difference(name: str, found: dict, value: Any, flags: dict) -> tuple[str, str]:
+    """An entry that differs as it was and as it is: by the flags that decide it where both runs' are known."""
+    kept = found.get("flags") if isinstance(found.get("flags"), dict) else {}
+    differing = [
+        flag
+        for flag in FROM_FLAGS.get(name, ())
+        if flag in kept and flag in flags and _deciding(flag, kept[flag]) != _deciding(flag, flags[flag])
+    ]
+    if differing:
+        return tuple(" ".join(_as_typed(flag, values[flag]) for flag in differing) for values in (kept, flags))
+    source = FROM_ELSEWHERE.get(name) or ", ".join(f"--{flag}" for flag in FROM_FLAGS.get(name, ()))
+    return f"{name} = {found.get(name)!r}", f"{value!r}" + (f" (from {source})" if source else "")
+
+
+def _deciding(flag: str, value: Any) -> Any:
+    """The part of a flag's value that decides how Grams are made: of the group sizes, the largest."""
+    return max(value, default=None) if flag == "K_list" and isinstance(value, list) else value
+
+
+def _as_typed(flag: str, value: Any) -> str:
+    if value is None or value == []:
+        return f"no --{flag}"
+    return f"--{flag} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+def check_fingerprint(rows: Iterable[dict], fingerprint: str, path: str | Path, fix: str) -> None:
+    """Raise UserError when a row names other weights; a row that names none (the published script's) is taken."""
+    for row in rows:
+        found = row.get("model_fingerprint")
+        if found is not None and found != fingerprint:
+            raise UserError(f"{path}: made with other weights (fingerprint {found}, this model has {fingerprint}); {fix}")
+
+
+def check_same_weights(fingerprints: Sequence[str]) -> None:
+    """Raise UserError when processes of one job have loaded different models."""
+    if len(set(fingerprints)) > 1:
+        raise UserError(
+            f"the processes of this job have loaded different weights (fingerprints "
+            f"{', '.join(sorted(set(fingerprints)))}); give every machine the same --model"
+        )
+
+
+def check_identity(path: Path, identity: dict, record: dict, overwrite: bool, flags: dict) -> None:
+    """Write a run's ``record`` beside its Gram files, or compare the one there with ``identity``, a part of it.
+
+    A different one is a UserError, and so are Gram files without an identity. With ``overwrite`` they go first.
+    flags: as in ``refuse_difference``.
+    """
+    if path.exists() and not overwrite:
+        found = read_identity(path)
+        refuse_difference(str(path), found, identity, flags)
+        if found != record:
+            write_json(path, record)
+        return
+    grams = list(path.parent.glob("*.npz"))
+    if grams and not overwrite:
+        raise UserError(
+            f"{path.parent}: holds .npz files but no {path.name} that says what made them; pass --overwrite "
+            "to remove them, or choose another --save_json"
+        )
+    for old in grams:
+        old.unlink()
+    (path.parent / CHECKS).unlink(missing_ok=True)
+    write_json(path, record)
+
+
+def read_identity(path: Path, fix: str = "pass --overwrite to start this one afresh") -> dict:
+    """The identity beside a folder of Gram files. fix: what to do where there is none, for the message."""
+    try:
+        identity = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise UserError(f"{path}: missing or damaged; {fix}") from None
+    if not isinstance(identity, dict) or not isinstance(identity.get("model"), str):
+        raise UserError(f"{path}: not the identity of a run_tracecov.py run")
+    return identity
+
+
+def read_checks(grams: Path) -> dict:
+    """What the run that made a folder of Gram files checked; {} where it left no word of it."""
+    try:
+        checks = json.loads((grams / CHECKS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return checks if isinstance(checks, dict) else {}

@@ -1,0 +1,1 @@
+"""One sampling law, both ways: continuations drawn from it, and their log-probs."""

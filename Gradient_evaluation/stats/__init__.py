@@ -1,0 +1,1 @@
+"""Blocks in, numbers out. NumPy only."""

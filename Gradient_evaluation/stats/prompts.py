@@ -1,0 +1,190 @@
+"""What does the comparison of estimators need to remember of each prompt? A few moments; the Grams can be let go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from Gradient_evaluation.stats.blocks import (
+    MIN_BLOCK,
+    PairMoments,
+    mixture_coefficients,
+    off_diagonal,
+    pair_moments,
+    prompt_only_coefficients,
+    prompt_only_trace,
+)
+from Gradient_evaluation.stats.resampled_groups import GroupMoments, group_moments
+from Gradient_evaluation.stats.silent_groups import RewardCounts, reward_counts
+
+RIGHT = 0.5  # a reward of 0 or 1 above this is that of a right answer
+# all continuations; for rewards of 0 and 1 the right and wrong ones; for others those above V(x) and those not above
+CLASSES = ("all", "right", "wrong", "above", "not_above")
+NO_GREEDY = "no greedy continuation was sampled; measure with --estimators greedy"
+
+
+@dataclass(frozen=True)
+class PromptMoments:
+    """Moments of n prompts, averaged over each prompt's blocks; arrays are float64 with n in front.
+
+    Where the field may be a text, the text says why there are no numbers.
+    """
+
+    oracle_value: np.ndarray | str  # (n,) V(x)
+    greedy_reward: np.ndarray | str  # (n,) reward of the greedy continuation
+    mean_reward: np.ndarray  # (n,) mean reward of the prompt's own continuations
+    coefficients: np.ndarray  # (n, 3) A, N, D of prompt_only_coefficients
+    best_trace: np.ndarray | str  # (n,) per-continuation trace at the cross-fitted b*
+    pairs: PairMoments  # three (n,)
+    theta_sq_noise: np.ndarray  # (n,) variance of pairs.disjoint for the continuations, from block to block; NaN: one block
+    pairs_by_length: PairMoments  # three (n,), of the scores g / length
+    mixture: np.ndarray  # (n, 2) u, v of mixture_coefficients
+    groups: Mapping[tuple[str, int], GroupMoments]  # by kind of advantage and K: three (n,)
+    outcomes: Sequence[RewardCounts]  # n: the rewards of all continuations of a prompt, and their lengths
+    score_mean_sq: np.ndarray  # (n,) unbiased ||E g||^2
+    score_norm_sq: np.ndarray  # (n, 5) mean over all continuations of ||g||^2 times each indicator of CLASSES
+    outcome_share: np.ndarray  # (n, 5) share of the continuations in each of CLASSES
+    n_outcomes: np.ndarray  # (n, 5) number of continuations in each of CLASSES
+    n_blocks: np.ndarray  # (n,)
+
+    def __len__(self) -> int:
+        return len(self.n_blocks)
+
+    @property
+    def zero_one(self) -> bool:
+        """Whether every reward of every prompt is 0 or 1."""
+        return all(each.zero_one for each in self.outcomes)
+
+    @property
+    def mean_length(self) -> float:
+        """Mean number of tokens of a continuation: the mean over prompts of the mean over their continuations."""
+        return float(np.mean([each.mean_length for each in self.outcomes]))
+
+
+def reduce_records(records: Iterable, kinds: Iterable[str] = (), group_sizes: Sequence[int] = ()) -> PromptMoments:
+    """One pass over Gram records, of which nothing is kept: see ``estimators.reduce_prompts``.
+
+    kinds: the kinds of advantages (``group_advantages``) whose moments are found by resampled groups.
+    """
+    cases = [(kind, size) for kind in dict.fromkeys(kinds) for size in group_sizes]
+    prompts = [_reduce(record, index, cases) for index, record in enumerate(records)]
+    if not prompts:
+        raise ValueError("there are no prompts to average over")
+    columns = {name: [prompt[name] for prompt in prompts] for name in prompts[0]}
+    whole = {name: _column(columns.pop(name)) for name in ("oracle_value", "greedy_reward", "best_trace")}
+    pairs = {name: PairMoments(*np.array(columns.pop(name)).T) for name in ("pairs", "pairs_by_length")}
+    groups = {case: GroupMoments(*np.array(columns.pop(case)).T) for case in cases}
+    outcomes = columns.pop("outcomes")
+    arrays = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
+    return PromptMoments(**whole, **pairs, groups=groups, outcomes=outcomes, **arrays)
+
+
+def _column(values: list) -> np.ndarray | str:
+    """An array, or the first reason (with a count) where some prompt has none: no average over some prompts only."""
+    reasons = [value for value in values if isinstance(value, str)]
+    if reasons:
+        return reasons[0] + (f" ({len(reasons)} of {len(values)} prompts)" if len(values) > 1 else "")
+    return np.array(values, dtype=np.float64)
+
+
+def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
+    name = f"prompt {index}"
+    if getattr(record, "prompt_id", None) is not None:
+        name += f" (id {record.prompt_id})"
+    blocks = [_checked(block, f"{name}, block {number}") for number, block in enumerate(record.blocks)]
+    if not blocks:
+        raise ValueError(f"{name}: has no blocks")
+    greedy = getattr(record, "greedy_reward", None)
+    coefficients = [prompt_only_coefficients(gram, rewards) for gram, rewards, _ in blocks]
+    everything = [np.concatenate([block[part] for block in blocks]) for part in (1, 2)]
+    value = _number(record.oracle_value, f"{name}: the oracle value", "no oracle value V(x)")
+    centre = everything[0].mean() if isinstance(value, str) else value
+    classes = [_classes(rewards, centre) for _, rewards, _ in blocks]
+    means: dict = {
+        "mean_reward": [rewards.mean() for _, rewards, _ in blocks],
+        "coefficients": coefficients,
+        "pairs": [pair_moments(gram, rewards) for gram, rewards, _ in blocks],
+        "pairs_by_length": [pair_moments(g / np.outer(length, length), z) for g, z, length in blocks],
+        "mixture": [mixture_coefficients(gram, rewards) for gram, rewards, _ in blocks],
+        "score_mean_sq": [off_diagonal(gram, np.ones(len(gram)), np.ones(len(gram))) for gram, _, _ in blocks],
+        "score_norm_sq": [(each * np.diag(gram)).mean(-1) for each, (gram, _, _) in zip(classes, blocks)],
+        "outcome_share": [each.mean(-1) for each in classes],
+    }
+    return {
+        **{name: np.mean(values, axis=0) for name, values in means.items()},
+        **{case: _mean_over_large_blocks(blocks, *case) for case in cases},
+        "oracle_value": value,
+        "greedy_reward": _number(greedy, f"{name}: the greedy reward", NO_GREEDY),
+        "theta_sq_noise": _variance_of_mean([found.disjoint for found in means["pairs"]]),
+        "best_trace": _best_trace(blocks, np.array(coefficients)),
+        "n_outcomes": np.sum([each.sum(-1) for each in classes], axis=0),
+        "outcomes": reward_counts(*everything),
+        "n_blocks": len(blocks),
+    }
+
+
+def _mean_over_large_blocks(blocks: Sequence[tuple], kind: str, group_size: int) -> np.ndarray:
+    """The three GroupMoments, each over the blocks that are large enough for it; NaN where none is."""
+    found = np.array([group_moments(*block, kind, group_size) for block in blocks])
+    usable = ~np.isnan(found)
+    count = usable.sum(0)
+    return np.where(count > 0, np.where(usable, found, 0.0).sum(0) / np.maximum(count, 1), np.nan)
+
+
+def _variance_of_mean(values: Sequence[float]) -> float:
+    """Estimated variance of the mean of independent values; NaN where there is one only."""
+    return float(np.var(values, ddof=1) / len(values)) if len(values) > 1 else float("nan")
+
+
+def _number(value, name: str, missing: str) -> float | str:
+    if value is None:
+        return missing
+    if not np.isfinite(value):
+        raise ValueError(f"{name} is not finite ({value})")
+    return float(value)
+
+
+def _classes(rewards: np.ndarray, value: float) -> np.ndarray:
+    """Indicators (5, B): which continuations belong to each of CLASSES; value: V(x)."""
+    right, above = rewards > RIGHT, rewards > value
+    return np.stack([np.ones_like(right), right, ~right, above, ~above]).astype(np.float64)
+
+
+def _checked(block, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    gram, rewards, lengths = (np.asarray(part, dtype=np.float64) for part in block)
+    size = len(rewards) if rewards.ndim == 1 else -1
+    if gram.shape != (size, size) or lengths.shape != (size,):
+        raise ValueError(
+            f"{name}: the shapes of gram {gram.shape}, rewards {rewards.shape}, lengths {lengths.shape} do not agree"
+        )
+    if size < MIN_BLOCK:
+        raise ValueError(f"{name}: has {size} continuations, needs at least {MIN_BLOCK}")
+    for part, what in ((gram, "the Gram"), (rewards, "the rewards")):
+        if not np.isfinite(part).all():
+            raise ValueError(f"{name}: {what} has a value that is not finite (NaN or infinity)")
+    if not (lengths >= 1).all():
+        raise ValueError(f"{name}: a continuation has a length below 1")
+    return gram, rewards, lengths
+
+
+def best_baselines(blocks: Sequence[tuple]) -> np.ndarray:
+    """(n_blocks,): for each block b* = sum Z ||g||^2 / sum ||g||^2 over the OTHER blocks of the prompt.
+
+    From the block itself it would be fitted to its own noise, and the trace biased low (0.89 of the truth at
+    B = 16). Cross-fitted, the trace is that of a b* known only up to the other blocks' noise, so it errs upward:
+    by 10 to 20% with two blocks of 16 (then the oracle may come out below it), by about 1% with sixteen.
+    """
+    weighted = np.array([(rewards * np.diag(gram)).sum() for gram, rewards, _ in blocks])
+    square = np.array([np.trace(gram) for gram, _, _ in blocks])
+    # Sums over the others, not total minus own: a block must not reach its own baseline even by rounding.
+    others = 1.0 - np.eye(len(blocks))
+    numerator, denominator = others @ weighted, others @ square
+    return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 0)
+
+
+def _best_trace(blocks: Sequence[tuple], coefficients: np.ndarray) -> float | str:
+    if len(blocks) < 2:
+        return "the best prompt-only baseline of a block is fitted on the prompt's other blocks, and there is only one"
+    return float(prompt_only_trace(coefficients, best_baselines(blocks)).mean())

@@ -1,0 +1,149 @@
+"""The group-size figure shows the numbers of the law, marks the best G, and refuses bad input in one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from test_group_size_law import plain_case
+from test_plot_tracecov import results
+
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.stats.group_size import group_size_law
+from plots.plot_group_size import load_law, main, plot_group_size, plot_side_by_side
+from plots.style import new_figure
+
+SCRIPT = Path(__file__).resolve().parents[2] / "plots" / "plot_group_size.py"
+
+
+def law(**settings) -> dict:
+    """A law as a results file holds it; c1, c2, c3 about 1, 1, 9."""
+    return json.loads(json.dumps(group_size_law(*plain_case(**settings), n_bootstrap=50)))
+
+
+def lines(ax) -> dict:
+    return {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in ax.lines}
+
+
+def test_the_curve_its_terms_and_its_band_are_those_of_the_law():
+    made = law()
+    _, ax = plot_group_size(made, label="base")
+    curve, shown = made["curve"], lines(ax)
+    assert shown["predicted MSE"] == (curve["G"], curve["mse_times_N"])
+    labels = {"c1": "between prompts: c1 G", "c2": "per continuation: c2", "c3": "small groups: c3/(G-1)"}
+    for name, label in labels.items():
+        assert shown[label] == (curve["G"], curve["terms"][name])
+    corners = ax.collections[0].get_paths()[0].vertices
+    for size, ends in zip(curve["G"], curve["ci95"]):
+        heights = corners[corners[:, 0] == size][:, 1]
+        assert heights.min() == pytest.approx(ends[0]) and heights.max() == pytest.approx(ends[1])
+    assert ax.get_title() == "base" and "n = 40 prompts" in ax.get_xlabel() and "x N" in ax.get_ylabel()
+
+
+def test_the_best_size_the_papers_bound_and_the_range_are_marked():
+    made = law()
+    _, ax = plot_group_size(made)
+    shown = lines(ax)
+    marked = {label: x for label, (x, _) in shown.items() if len(x) == 1}
+    assert sorted(marked.values()) == [[made["G_star_paper_bound"]], [made["G_star"]]]
+    bound_x, bound_y = shown["bound form c1 G + c2 + c3/G"]
+    assert bound_y == pytest.approx([made["c1"] * g + made["c2"] + made["c3"] / g for g in bound_x])
+    assert bound_x[int(np.argmin(bound_y))] in (int(made["G_star_paper_bound"]), int(made["G_star_paper_bound"]) + 1)
+    low, high = made["within_10_percent"]
+    (shade,) = [patch for patch in ax.patches if patch.get_label().startswith("within 10%")]
+    assert (shade.get_x(), shade.get_x() + shade.get_width()) == (low, high)
+
+
+def test_with_a_budget_the_axis_is_the_mse_itself_and_ends_where_one_group_fills_it():
+    made = law()
+    _, ax = plot_group_size(made, budget=64)
+    sizes, values = lines(ax)["predicted MSE"]
+    assert sizes[-1] == 64 and values == pytest.approx([v / 64 for v in made["curve"]["mse_times_N"][: len(sizes)]])
+    assert "N = 64" in ax.get_ylabel()
+
+
+def test_a_law_without_a_best_size_is_drawn_and_says_so():
+    made = law(c1=0.05, spread=0.5)
+    assert made["G_star"] is None
+    figure, ax = plot_group_size(made)
+    assert f"G*: not computed (see reasons), at least {made['G_star_at_least']:.3g}" in lines(ax)
+    figure.draw_without_rendering()
+
+
+def test_a_best_size_that_may_well_be_larger_is_drawn_as_such():
+    made = {**law(), "G_star_may_be_larger": True}
+    assert any(label.startswith("G* =") and label.endswith("may well be larger") for label in lines(plot_group_size(made)[1]))
+
+
+def test_terms_that_are_not_above_zero_are_left_out_and_named():
+    figure, ax = plot_group_size(law(c3=-0.5))
+    assert "small groups: c3/(G-1) (not above 0)" in lines(ax)
+    figure.draw_without_rendering()
+
+
+def test_a_law_without_intervals_is_drawn_without_a_band():
+    figure, ax = plot_group_size(law(n=3))
+    assert not ax.collections
+    figure.draw_without_rendering()
+
+
+def test_it_draws_on_a_given_ax_and_changes_no_global_setting():
+    before = dict(matplotlib.rcParams)
+    figure, (left, right) = new_figure(2)
+    assert plot_group_size(law(), ax=right) == (figure, right) and not left.lines
+    assert dict(matplotlib.rcParams) == before
+    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+    figure, axes = plot_side_by_side([law(), law(c3=2.0)], ["a", "b"])
+    assert [ax.get_title() for ax in axes] == ["a", "b"]
+    with pytest.raises(UserError, match="2 files, 1 labels"):
+        plot_side_by_side([law(), law()], ["a"])
+
+
+@pytest.mark.parametrize("suffix, start", [("pdf", b"%PDF"), ("png", b"\x89PNG")])
+def test_from_a_results_file_to_a_figure(tmp_path, suffix, start, capsys):
+    source, out = tmp_path / "tracecov_m.json", tmp_path / "new" / f"figure.{suffix}"
+    source.write_text(json.dumps(results(group_size_law=law())))
+    main([str(source), str(source), "--label", "a", "b", "--budget", "256", "--out", str(out)])
+    assert out.read_bytes().startswith(start) and capsys.readouterr().out.strip() == str(out)
+
+
+def changed(**changes) -> dict:
+    made = law()
+    return {**made, "curve": {**made["curve"], **changes}}
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (None, "holds no group_size_law"),
+        ([1], "holds no group_size_law"),
+        ({"curve": {"mse_times_N": None}}, "has no curve"),
+        ({"curve": {"mse_times_N": None}, "reasons": {"curve": "one prompt"}}, "no curve: one prompt"),
+        (changed(mse_times_N=[1.0]), "do not belong together"),
+        (changed(terms={}), "not a list of numbers"),
+        (changed(terms=None), "not a list of numbers"),
+        (changed(mse_times_N=[-1.0] * 511), "no predicted MSE .* above 0"),
+        (changed(G=["a"] * 511), "not a list of numbers"),
+        (changed(G=list(range(511))), "do not belong together"),
+        (changed(ci95=[[1, 2]]), "an interval for each G"),
+        (changed(ci95=[[1]] * 511), "an interval for each G"),
+        ({**law(), "G_star": "four"}, "G_star .* 'four'"),
+        ({**law(), "within_10_percent": [1]}, "within_10_percent"),
+    ],
+)
+def test_a_bad_law_is_one_line_that_names_the_file(tmp_path, bad, message):
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(results(group_size_law=bad)))
+    with pytest.raises(UserError, match=message) as caught:
+        load_law(path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def test_from_the_shell_an_error_is_one_line_and_exit_code_two(tmp_path):
+    (tmp_path / "old.json").write_text(json.dumps(results()))
+    for arguments in (["none.json", "--out", "x.pdf"], ["old.json", "--out", "x.pdf"], ["old.json"]):
+        done = subprocess.run([sys.executable, str(SCRIPT), *arguments], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,212 @@
+"""Every picture: an ax may be given, no global state, legible at column width, told apart without colour, n on it."""
+
+import itertools
+import json
+import sys
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.text import Text
+from test_plot_group_size import law
+from test_plot_layers import deep
+from test_plot_tracecov import notes, results
+
+from Gradient_evaluation.stats.estimators import label_of
+from plots.describe import describe, describe_each
+from plots.measurement import load_measurement
+from plots.plot_estimators import plot_any_group_size, plot_estimators, plot_ratio
+from plots.plot_group_size import plot_group_size
+from plots.plot_layers import plot_layers, plot_module_kinds
+from plots.plot_prompts import plot_prompt_traces, plot_variance_shares
+from plots.plot_scores import plot_best_baselines, plot_on_policy_check, plot_score_norms
+from plots.plot_tracecov import main, plot_by_estimator, plot_compared, plot_tracecov
+from plots.plot_training import plot_by_group_size, plot_by_step
+from plots.style import COLOURS, COLUMN, CURVES, new_figure, numbered, save_figure
+from plots.training_logs import Run
+
+RUNS = [Run(f"g{size}_seed{seed}", size, seed, {0: 0.1, 9: 0.3 + seed / 9}) for size in (4, 8) for seed in (0, 1)]
+PICTURES = {
+    "plot_tracecov": lambda m, ax: plot_tracecov(m.results, ax=ax, label="m"),
+    "plot_compared": lambda m, ax: plot_compared([m.results, m.results], "grpo", ax=ax, labels=["a", "b"]),
+    "plot_group_size": lambda m, ax: plot_group_size(law(), ax=ax, label="m"),
+    "plot_prompt_traces": lambda m, ax: plot_prompt_traces(m, 4, ax=ax),
+    "plot_variance_shares": lambda m, ax: plot_variance_shares(m, 4, ax=ax),
+    "plot_ratio": lambda m, ax: plot_ratio(m, ax=ax),
+    "plot_score_norms": lambda m, ax: plot_score_norms(m, ax=ax),
+    "plot_best_baselines": lambda m, ax: plot_best_baselines(m, 4, ax=ax),
+    "plot_on_policy_check": lambda m, ax: plot_on_policy_check(m, ax=ax),
+    "plot_any_group_size": lambda m, ax: plot_any_group_size(m, ax=ax),
+    "plot_estimators": lambda m, ax: plot_estimators(m, ax=ax),
+    "plot_layers": lambda m, ax: plot_layers(deep(), 4, ax=ax),
+    "plot_module_kinds": lambda m, ax: plot_module_kinds(deep(), 4, ax=ax),
+    "plot_by_step": lambda m, ax: plot_by_step(RUNS, ax=ax),
+    "plot_by_group_size": lambda m, ax: plot_by_group_size(RUNS, ax=ax),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(small_run):
+    return load_measurement(small_run / "tracecov_tiny_model.json", compare_at=4)
+
+
+@pytest.fixture(params=PICTURES)
+def draw(request, measured):
+    return lambda ax=None: PICTURES[request.param](measured, ax)
+
+
+def has_content(ax) -> bool:
+    return bool(ax.lines or ax.patches or ax.collections)
+
+
+def test_it_draws_on_a_given_ax_alone_and_changes_no_global_state(draw):
+    before = dict(matplotlib.rcParams)
+    figure, (left, right) = new_figure(2)
+    assert draw(right) == (figure, right)
+    assert has_content(right) and not has_content(left)
+    assert dict(matplotlib.rcParams) == before
+    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+
+
+def test_made_alone_it_is_one_column_wide_with_legible_letters_and_names_its_axes_and_n(draw):
+    figure, ax = draw()
+    assert figure.get_size_inches()[0] == COLUMN
+    figure.draw_without_rendering()
+    sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text() and text.get_visible()]
+    assert min(sizes) >= 7
+    words = " ".join(text.get_text() for text in figure.findobj(Text))
+    assert "n = " in words and ax.get_ylabel() + "".join(t.get_text() for t in ax.get_yticklabels())
+
+
+@pytest.mark.slow
+def test_it_is_written_as_vector_graphics_and_as_pixels(draw, tmp_path):
+    for suffix, start in (("pdf", b"%PDF"), ("svg", b"<?xml"), ("png", b"\x89PNG")):
+        assert save_figure(draw()[0], tmp_path / f"a.{suffix}").read_bytes().startswith(start)
+
+
+def test_curves_of_one_legend_differ_in_grey_by_marker_line_or_filling(draw):
+    _, ax = draw()
+    looks = []
+    for handle in ax.get_legend_handles_labels()[0]:
+        line = handle[0] if isinstance(handle, tuple) else handle
+        if hasattr(line, "get_marker"):
+            filled = line.get_markerfacecolor() not in ("none", "white")
+            dashes = str(line._dash_pattern)  # get_linestyle calls every pattern of one's own "--"
+            looks.append((line.get_marker(), line.get_linestyle(), dashes, filled))
+    assert len(set(looks)) == len(looks)
+
+
+def lightness(colour: str) -> float:
+    """CIE L* of an sRGB colour."""
+    channels = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+    luminance = linear @ [0.2126, 0.7152, 0.0722]
+    return 116 * luminance ** (1 / 3) - 16 if luminance > 0.009 else 903.3 * luminance
+
+
+def test_colours_are_okabe_and_itos_and_readable_on_white():
+    okabe_ito = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
+    assert {look.colour for look in CURVES.values()} | set(COLOURS) <= okabe_ito
+    assert all(lightness(colour) < 75 for colour in COLOURS)
+    looks = [numbered(number)[1:] for number in range(28)]
+    assert all(a != b for a, b in itertools.combinations(looks, 2))
+
+
+def of(model="org/base", temperature=1.0, **more) -> dict:
+    table = more.pop("table", "outputs/zero_shot/oracle.jsonl")
+    return results(
+        law={
+            "model": model,
+            "temperature": temperature,
+            "top_p": 0.95,
+            "top_k": 0,
+            "stop": [],
+            "scoring": "exact",
+            "max_new_tokens": 32,
+            "seed": 0,
+            **more,
+        },
+        config={"oracle_table": table},
+    )
+
+
+@pytest.mark.parametrize(
+    "made, text",
+    [
+        (of(), "base\ntemperature 1, top_p 0.95"),
+        (of(temperature=0.7, top_k=40, stop=["\n"]), "base\ntemperature 0.7, top_p 0.95, top_k 40, stop '\\n'"),
+        (of(scoring="published"), "base\ntemperature 1, top_p 0.95, published scoring"),
+        (of(model="a$b$c"), "a\\$b\\$c\ntemperature 1, top_p 0.95"),  # not a formula
+        (results(), ""),
+        ({"law": None, "config": [1]}, ""),
+    ],
+)
+def test_a_result_is_described_by_its_model_and_law(made, text):
+    assert describe(made) == text
+
+
+def test_results_that_are_compared_are_described_by_what_they_differ_in():
+    few = describe_each([of(), of(table="outputs/few_shot/oracle.jsonl")])
+    assert [text.split("\n")[-1] for text in few] == ["prompts of zero_shot/oracle.jsonl", "prompts of few_shot/oracle.jsonl"]
+    longer = describe_each([of(), of(max_new_tokens=512)])
+    assert [text.split("\n")[-1] for text in longer] == ["at most 32 tokens", "at most 512 tokens"]
+    assert len(set(describe_each([of(), of("org/instruct")]))) == 2
+
+
+SHOWN = ("naive", "grpo", "oracleV", "best_baseline")
+
+
+def test_two_results_are_compared_in_one_figure_with_one_legend_that_names_model_and_law():
+    figure, axes = plot_by_estimator([of(), of("org/instruct", 0.7, top_k=40)])
+    assert [ax.get_title() for ax in axes] == [CURVES[name].label for name in SHOWN]
+    assert not any(ax.get_legend() for ax in axes)
+    (legend,) = figure.legends
+    first, second = [text.get_text() for text in legend.get_texts()]
+    assert first.startswith("base\ntemperature 1, top_p 0.95\n") and "n = 500 prompts" in first
+    assert second.startswith("instruct\ntemperature 0.7, top_p 0.95, top_k 40")
+    for ax, name in zip(axes, SHOWN):
+        expected = of()["conditional_on_x"].get(name, of()["best_baseline"])
+        assert [list(c.lines[0].get_ydata()) for c in ax.containers] == [expected] * 2
+    assert len({ax.get_ylim() for ax in axes}) == 1
+    _, ax = plot_tracecov(of(), label="zero-shot")
+    assert ax.get_legend().get_title().get_text() == "base\ntemperature 1, top_p 0.95"
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_the_panels_of_a_comparison_are_of_one_size_and_evenly_spaced_above_the_legend(n):
+    figure, axes = plot_by_estimator([of()] * n)
+    figure.draw_without_rendering()
+    assert len(figure.legends[0].get_texts()) == n  # files of one name too
+    places = np.array([ax.get_position().bounds for ax in axes])  # left, bottom, width, height
+    assert places[:, 2:] == pytest.approx(np.tile(places[0, 2:], (4, 1)), rel=0.02)
+    assert places[:2, 1] == pytest.approx(places[0, 1]) and places[2:, 1] == pytest.approx(places[2, 1])
+    assert places[::2, 0] == pytest.approx(places[0, 0]) and places[1::2, 0] == pytest.approx(places[1, 0])
+    assert figure.legends[0].get_window_extent().y1 <= min(ax.get_tightbbox().y0 for ax in axes)
+
+
+def test_a_comparison_says_which_panel_lacks_the_floor():
+    bare = {**of("org/bare"), "best_baseline": [None] * 3, "best_baseline_ci95": None}
+    _, axes = plot_by_estimator([of(), bare])
+    assert len(axes) == 4 and len(axes[3].containers) == 1
+    assert [notes(ax) for ax in axes] == [""] * 3 + ["not computed in 1 of 2 files: raise --M or lower --block_size"]
+    figure, axes = plot_by_estimator([bare, bare])
+    assert [ax.get_title() for ax in axes] == [CURVES[name].label for name in SHOWN[:3]]
+    (place,) = [ax for ax in figure.axes if ax not in axes]
+    assert notes(place) == "floor b*(x) not computed: raise --M or lower --block_size" and not place.axison
+
+
+def test_every_picture_calls_an_estimator_by_the_same_name(measured):
+    names = {look.label for look in CURVES.values()}
+    for shown in (plot_tracecov(measured.results), plot_any_group_size(measured)):
+        assert set(shown[1].get_legend_handles_labels()[1]) == names
+    ticks = {text.get_text() for text in plot_estimators(measured)[1].get_yticklabels()}
+    assert names <= ticks and not set(CURVES) & ticks
+    assert [label_of(name) for name in ("naive", "opo")] == ["vanilla", "opo"]
+
+
+def test_from_the_shell_by_estimator(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(of(name)))
+    out = tmp_path / "both.svg"
+    main([str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--by_estimator", "--label", "x", "y", "--out", str(out)])
+    assert out.exists() and capsys.readouterr().out.strip() == str(out)

@@ -1,0 +1,190 @@
+"""The figure shows the results file's numbers, leaves matplotlib's state alone, refuses bad input in one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+
+from Gradient_evaluation.errors import UserError
+from plots.plot_tracecov import load_results, main, plot_side_by_side, plot_tracecov
+from plots.style import CURVES, new_figure, save_figure, short_lines
+
+SCRIPT = Path(__file__).resolve().parents[2] / "plots" / "plot_tracecov.py"
+FLOOR = CURVES["best_baseline"].label
+
+
+def results(**changes) -> dict:
+    curves = {"naive": [8.0, 4.0, 2.0], "grpo": [6.0, 2.5, 1.2], "oracleV": [4.0, 2.0, 1.0]}
+    made = {
+        "K_list": [4, 8, 16],
+        "n_prompts": 500,
+        "n_continuations": 128000,
+        "conditional_on_x": curves,
+        "conditional_on_x_ci95": {name: [[v - 0.5, v + 0.25] for v in curve] for name, curve in curves.items()},
+        "best_baseline": [3.0, 1.5, 0.75],
+        "best_baseline_ci95": [[2.5, 3.5], [1.0, 2.0], None],
+    }
+    return {**made, **changes}
+
+
+def drawn(ax) -> dict:
+    """What the axes show: label → (x, y, bar ends)."""
+    shown = {}
+    for container in ax.containers:
+        line, _, bars = container.lines
+        shown[container.get_label()] = (line.get_xdata(), line.get_ydata(), bars[0].get_segments())
+    return shown
+
+
+def test_every_curve_is_drawn_with_its_values_and_intervals():
+    figure, ax = plot_tracecov(results(), label="base")
+    shown = drawn(ax)
+    assert list(shown) == [look.label for look in CURVES.values()]
+    for name, curve in results()["conditional_on_x"].items():
+        places, values, bars = shown[CURVES[name].label]
+        assert list(values) == curve
+        assert np.log2(np.asarray(places, dtype=float)) == pytest.approx(np.log2([4, 8, 16]), abs=0.1)
+        for segment, value in zip(bars, curve):
+            assert segment[:, 1] == pytest.approx([value - 0.5, value + 0.25])
+    assert list(shown[FLOOR][1]) == [3.0, 1.5, 0.75]
+    assert ax.get_xscale() == "log" and ax.get_xaxis().get_transform().base == 2
+    assert "500 prompts, 128,000 continuations" in ax.get_xlabel() and ax.get_title() == "base"
+
+
+def test_curves_differ_in_colour_marker_and_line():
+    for field in ("colour", "marker", "line", "label"):
+        assert len({getattr(look, field) for look in CURVES.values()}) == len(CURVES)
+
+
+def notes(ax) -> str:
+    """The small text below the axis, its lines joined."""
+    return " ".join(text.get_text() for text in ax.texts).replace("\n", " ")
+
+
+def test_what_was_not_computed_is_said_below_the_axis_with_the_remedy_and_not_in_the_legend():
+    _, ax = plot_tracecov(results(best_baseline=[None] * 3, best_baseline_ci95=[None] * 3))
+    assert list(drawn(ax)) == ["vanilla", "GRPO", "oracle V(x)"]
+    assert notes(ax) == f"{FLOOR} not computed: raise --M or lower --block_size"
+    published = {key: results()[key] for key in ("K_list", "conditional_on_x")}  # as the published script writes it
+    _, ax = plot_tracecov(published)
+    assert list(drawn(ax)["GRPO"][1]) == [6.0, 2.5, 1.2] and FLOOR in notes(ax)
+    without_v = {**results()["conditional_on_x"], "oracleV": [None] * 3}
+    reasons = {"estimators.oracleV.trace_cov": "no oracle value V(x) (2 of 500 prompts)"}
+    _, ax = plot_tracecov(results(conditional_on_x=without_v, reasons=reasons))
+    assert notes(ax) == "oracle V(x) not computed: no oracle value V(x) (2 of 500 prompts)"
+    assert not plot_tracecov(results())[1].texts
+
+
+@pytest.mark.parametrize("floor", [[3.0, 1.5, 0.75], [None] * 3])
+def test_the_legend_stays_inside_the_axes_and_the_note_inside_the_figure(floor):
+    law = {"model": "org/m", "temperature": 1.0, "top_p": 0.95}
+    figure, ax = plot_tracecov(results(best_baseline=floor, best_baseline_ci95=[None] * 3, law=law), label="m")
+    figure.draw_without_rendering()
+    outer, legend = ax.get_window_extent(), ax.get_legend().get_window_extent()
+    assert outer.x0 <= legend.x0 and legend.x1 <= outer.x1
+    label = ax.xaxis.label.get_window_extent()
+    for text in ax.texts:
+        place = text.get_window_extent()
+        assert 0 <= place.x0 and place.x1 <= figure.bbox.x1 and 0 <= place.y0 and place.y1 <= label.y0
+
+
+def test_the_models_name_is_written_once():
+    law = {"model": "org/m", "temperature": 1.0, "top_p": 0.95}
+    for label, heading in (("m", "temperature 1, top_p 0.95"), ("few-shot", "m\ntemperature 1, top_p 0.95")):
+        _, ax = plot_tracecov(results(law=law), label=label)
+        assert (ax.get_title(), ax.get_legend().get_title().get_text()) == (label, heading)
+
+
+def test_long_notes_are_broken_behind_the_colon_first():
+    assert short_lines("a: b") == "a: b" and short_lines("a: b", 3) == "a:\nb"
+    assert max(map(len, short_lines("word " * 40).split("\n"))) <= 46
+
+
+def test_log_axis_leaves_out_values_that_are_not_positive_and_linear_keeps_them():
+    spoiled = results(best_baseline=[3.0, -0.5, 0.75])
+    _, ax = plot_tracecov(spoiled, log_y=True)
+    assert ax.get_yscale() == "log" and np.isnan(drawn(ax)[FLOOR][1][1])
+    figure, ax = plot_tracecov(spoiled)
+    assert drawn(ax)[FLOOR][1][1] == -0.5 and ax.get_ylim()[0] < -0.5
+    figure.draw_without_rendering()
+
+
+def test_an_interval_that_leaves_out_its_value_is_drawn():
+    plot_tracecov(results(best_baseline_ci95=[[3.2, 3.5], [1.0, 1.4], [0.5, 1.0]]))
+
+
+def test_it_draws_on_a_given_ax_and_changes_no_global_setting():
+    before = dict(matplotlib.rcParams)
+    figure, (left, right) = new_figure(2)
+    returned = plot_tracecov(results(), ax=right)
+    assert returned == (figure, right) and not left.containers
+    assert dict(matplotlib.rcParams) == before
+    assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
+
+
+def test_several_results_are_panels_side_by_side_with_their_labels():
+    figure, axes = plot_side_by_side([results(), results()], ["base", "few-shot"])
+    assert [ax.get_title() for ax in axes] == ["base", "few-shot"] and list(figure.axes) == list(axes)
+    with pytest.raises(UserError, match="2 files, 1 labels"):
+        plot_side_by_side([results(), results()], ["base"])
+
+
+@pytest.mark.parametrize("suffix, start", [("pdf", b"%PDF"), ("svg", b"<?xml"), ("png", b"\x89PNG")])
+def test_the_suffix_chooses_the_format_and_folders_are_made(tmp_path, suffix, start, capsys):
+    source, out = tmp_path / "tracecov_m.json", tmp_path / "new" / f"figure.{suffix}"
+    source.write_text(json.dumps(results()))
+    main([str(source), str(source), "--label", "a", "b", "--out", str(out), "--log_y"])
+    assert out.read_bytes().startswith(start)
+    assert capsys.readouterr().out.strip() == str(out)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("{", "is not JSON"),
+        ("[1]", "is not a results file"),
+        ("{}", "K_list is missing"),
+        ('{"K_list": [4]}', "conditional_on_x is missing"),
+        ('{"K_list": [], "conditional_on_x": {}}', "K_list must hold"),
+        ('{"K_list": ["4"], "conditional_on_x": {}}', "K_list must hold"),
+        ('{"K_list": [4], "conditional_on_x": {"naive": [1], "grpo": [1]}}', "lacks oracleV"),
+        ('{"K_list": [4], "conditional_on_x": {"naive": [1], "grpo": [1, 2], "oracleV": [1]}}', "grpo does not have"),
+        ('{"K_list": [4], "conditional_on_x": {"naive": ["a"], "grpo": [1], "oracleV": [1]}}', "not a number"),
+        ('{"K_list": [4], "conditional_on_x": {"naive": [NaN], "grpo": [1], "oracleV": [1]}}', "not a number"),
+        ('{"K_list": [4], "conditional_on_x": {"naive": 1, "grpo": [1], "oracleV": [1]}}', "naive does not have"),
+        (
+            '{"K_list": [4], "conditional_on_x": {"naive": [1], "grpo": [1], "oracleV": [1]}, "best_baseline": [1],'
+            ' "best_baseline_ci95": [[1]]}',
+            "interval",
+        ),
+    ],
+)
+def test_a_bad_results_file_is_one_line_that_names_it(tmp_path, text, message):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message) as caught:
+        load_results(path)
+    assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
+
+
+def test_missing_files_folders_and_unwritable_places_are_user_errors(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        load_results(tmp_path / "none.json")
+    with pytest.raises(UserError, match="cannot read it"):
+        load_results(tmp_path)
+    figure, _ = plot_tracecov(results())
+    with pytest.raises(UserError, match="cannot write this kind of file"):
+        save_figure(figure, tmp_path / "figure.docx")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write the figure"):
+        save_figure(figure, tmp_path / "file" / "figure.pdf")
+
+
+def test_from_the_shell_an_error_is_one_line_and_exit_code_two(tmp_path):
+    for extra in (["--out", "x.pdf"], ["--out", "x.pdf", "--lo"], []):
+        done = subprocess.run([sys.executable, str(SCRIPT), "none.json", *extra], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,0 +1,487 @@
+"""The commands, flags and files of the paper's released scripts: taken here as they stand, and read as they are read there."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_scripts import (
+    PROMPTS,
+    call,
+    detailed_rows,
+    one_line_error,
+    read,
+    rows_of,
+    table,  # noqa: F401
+    tracecov,
+)
+from tiny_models import tiny_tokenizer
+
+from data.make_arithmetic import make_problems
+from Gradient_evaluation import calculate_oracle_v, run_tracecov
+from Gradient_evaluation.chat_template import Chat
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.oracle_table import load_oracle_table
+from Policy_Optimization.launch import check_settings
+from Policy_Optimization.settings import read_settings, verl_overrides
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+ORACLE = "python Gradient_evaluation/calculate_oracle_v.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Kyleyee/arithmetic-"
+TRACECOV = (
+    "python Gradient_evaluation/run_tracecov.py --model Qwen/Qwen2.5-0.5B-Instruct "
+    "--oracle_table outputs/oracle_v/your_oracle_table.jsonl --save_json outputs/tracecov_json "
+)
+COMMANDS = [
+    ORACLE + "few-shot --split train --n_oracle 1000 --out_dir outputs/oracle_v",
+    ORACLE + "test --split train --n_oracle 1000 --out_dir outputs/oracle_v_test",
+    TRACECOV + "--plot_path outputs/tracecov_plot",
+    TRACECOV + "--skip_plot",
+]
+# flag -> (values that are taken there, default there); ours of the same name must take and mean the same
+SHARED = {
+    "model": (["a/b"], None),
+    "revision": (["v2"], "main"),
+    "seed": (["3"], 0),
+    "temperature": (["0.5"], 1.0),
+    "top_p": (["0.9"], 0.95),
+    "max_new_tokens": (["7"], 32),
+}
+FLAGS = {
+    calculate_oracle_v: {
+        **SHARED,
+        "dataset": (["a/b"], None),
+        "split": (["test"], "train"),
+        "n_oracle": (["5"], 1000),
+        "batch_size": (["4"], 32),
+        "out_dir": (["a"], "oracle_v_results"),
+        "device": (["cuda"], "auto"),
+        "dtype": (["fp16", "bf16", "fp32"], "auto"),
+    },
+    run_tracecov: {
+        **SHARED,
+        "oracle_table": (["a.parquet"], None),
+        "T": (["9"], 500),
+        "M": (["2"], 16),
+        "K_list": (["4"], [4, 8, 16, 32, 64]),
+        "gen_bs": (["4"], 64),
+        "subsample_prompts": (["20"], None),
+        "save_json": (["a"], None),
+        "plot_path": (["a"], None),
+        "skip_plot": ([], False),
+        "device": (["cuda"], "auto"),
+        "dtype": (["fp16", "bf16"], "auto"),
+    },
+}
+
+
+def parsed(script, monkeypatch, *words):
+    monkeypatch.setattr("sys.argv", [script.__file__, *words])
+    return script.parse_args()
+
+
+@pytest.mark.parametrize("script", FLAGS, ids=lambda script: script.__name__.rpartition(".")[2])
+def test_every_published_flag_keeps_its_name_its_values_and_its_default(script, monkeypatch):
+    needed = ["--oracle_table", "t.jsonl", "--save_json", "s"] if script is run_tracecov else []
+    defaults = parsed(script, monkeypatch, *needed)
+    for name, (values, default) in FLAGS[script].items():
+        if name not in ("model", "dataset", "oracle_table", "save_json", "plot_path"):  # what is required there
+            assert getattr(defaults, name) == default, name
+        for value in values:
+            found = getattr(parsed(script, monkeypatch, *needed, f"--{name}", value), name)
+            assert str(found) == value or found == [int(value)]
+    if script is run_tracecov:
+        assert parsed(script, monkeypatch, *needed, "--skip_plot").skip_plot
+
+
+def test_without_a_folder_for_the_results_a_run_says_so_in_one_line(table, tmp_path, monkeypatch, capsys):  # noqa: F811
+    monkeypatch.chdir(tmp_path)
+    for source in (("--oracle_table", table), ("--from_grams", tmp_path)):
+        one_line_error(call(run_tracecov, *source, capsys=capsys), "--save_json", "required")
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------ which prompts
+
+
+def published_choice(rows, seed, T, subsample=None):
+    """The released script's choice of prompts from a JSONL table, restated."""
+    rows = list(rows)
+    if subsample is not None and len(rows) > subsample:
+        rows = [rows[i] for i in np.random.default_rng(seed).choice(len(rows), size=subsample, replace=False)]
+    np.random.default_rng(seed).shuffle(rows)
+    return rows[:T]
+
+
+@pytest.mark.parametrize(
+    "n, T, subsample",
+    [(40, 500, None), (40, 12, None), (40, 12, 20), (40, 500, 20), (40, 12, 40), (40, 12, 99), (7, 7, 1), (1000, 500, 600)],
+)
+def test_the_prompts_are_those_of_the_released_script_in_its_order(n, T, subsample):
+    rows = [{"prompt": i} for i in range(n)]
+    for seed in (0, 1, 7):
+        wanted = [row["prompt"] for row in published_choice(rows, seed, T, subsample)]
+        assert run_tracecov.drawn(n, T, subsample, seed) == wanted
+
+
+def test_fewer_prompts_are_the_first_of_more():
+    for subsample in (None, 30):
+        more = run_tracecov.drawn(50, 20, subsample, 5)
+        assert run_tracecov.drawn(50, 8, subsample, 5) == more[:8] != sorted(more[:8])
+
+
+def test_a_run_measures_the_prompts_of_the_released_script_and_numbers_them_as_it_does(policy, table, tmp_path):  # noqa: F811
+    flags, seen = ("--K_list", 4, "--M", 1, "--seed", 3), []
+    for name, more, choice in (
+        ("a", (), (400,)),
+        ("b", ("--T", 3), (3,)),
+        ("c", ("--T", 3, "--subsample_prompts", 4), (3, 4)),
+        ("d", ("--subsample_prompts", "--T", 3), (3,)),
+    ):
+        assert tracecov(policy, table, tmp_path / name, *flags, *more)[0] == 0
+        found = read(tmp_path / name / "tracecov_four tokens_K4_detailed.json")["prompt_results"]
+        assert [row["prompt"] for row in found] == published_choice(PROMPTS, 3, *choice)
+        assert [row["prompt_index"] for row in found] == list(range(len(found)))
+        assert [row["table_row"] for row in found] == [PROMPTS.index(row["prompt"]) for row in found]
+        seen.append(found)
+    assert seen[0][:3] == seen[1] == seen[3]  # more prompts change nothing of the first
+    assert (
+        call(
+            run_tracecov,
+            "--from_grams",
+            tmp_path / "c" / "grams",
+            "--K_list",
+            4,
+            "--skip_plot",
+            "--save_json",
+            tmp_path / "again",
+        )[0]
+        == 0
+    )
+    assert read(tmp_path / "again" / "tracecov_four tokens_K4_detailed.json")["prompt_results"] == seen[2]
+
+
+def test_prompts_are_taken_in_the_drawn_order_and_more_of_them_keep_the_grams(policy, table, tmp_path, monkeypatch):  # noqa: F811
+    flags = ("--K_list", 4, "--M", 1, "--seed", 3)
+    args = parsed(
+        run_tracecov,
+        monkeypatch,
+        "--model",
+        str(policy),
+        "--oracle_table",
+        "t",
+        "--save_json",
+        "s",
+        "--seed",
+        "3",
+        "--T",
+        "4",
+        "--max_new_tokens",
+        "2",
+    )
+    taken, _ = run_tracecov.choose_rows(load_oracle_table(table), args, tiny_tokenizer(("<eos>", "1", "2", "3")), Chat())
+    assert [row.prompt for _, row, _ in taken] == published_choice(PROMPTS, 3, 4)
+    assert [index for index, _, _ in taken] == [PROMPTS.index(row.prompt) for _, row, _ in taken]
+    assert tracecov(policy, table, tmp_path, *flags, "--T", 2)[0] == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "grams").glob("*.npz")}
+    assert tracecov(policy, table, tmp_path, *flags, "--T", 4)[0] == 0
+    after = {path: path.read_bytes() for path in (tmp_path / "grams").glob("*.npz")}
+    assert len(before) == 2 and len(after) == 4 and before.items() <= after.items()
+
+
+def as_of_old(out):
+    """Make a finished run look as one begun before prompts were drawn: the first T rows, no order, detailed lists."""
+    record = out / "grams" / "run.json"
+    about = read(record)
+    del about["flags"]["subsample_prompts"]
+    record.write_text(json.dumps(about))
+    for path in (out / "grams").glob("*.npz"):
+        arrays = dict(np.load(path))
+        prompt = json.loads(str(arrays["about"]))
+        del prompt["order"]
+        np.savez(path, **{**arrays, "about": np.array(json.dumps(prompt))})
+    (detailed,) = out.glob("*_detailed.json")
+    detailed.write_text(json.dumps(detailed_rows(detailed)))
+
+
+def test_a_folder_begun_with_the_first_rows_goes_on_and_says_what_it_leaves_unused(policy, table, tmp_path, capsys):  # noqa: F811
+    flags, results = ("--K_list", 4, "--M", 1, "--seed", 3), tmp_path / "all" / "tracecov_four tokens.json"
+    assert tracecov(policy, table, tmp_path / "all", *flags)[0] == 0
+    as_of_old(tmp_path / "all")
+    first = tmp_path / "first"
+    shutil.copytree(tmp_path / "all", first)
+    drawn = published_choice(PROMPTS, 3, 2)
+    for path in (first / "grams").glob("*.npz"):  # two prompts, one of which is not drawn
+        if json.loads(str(np.load(path)["about"]))["prompt"] not in (drawn[0], published_choice(PROMPTS, 3, 5)[4]):
+            path.unlink()
+    before = read(results)
+    capsys.readouterr()
+    code, _, err = tracecov(policy, table, tmp_path / "all", *flags, capsys=capsys)  # all prompts: the same ones
+    again = read(results)
+    assert code == 0 and "note" not in err and {**again, "seconds": 0, "law": 0} == {**before, "seconds": 0, "law": 0}
+    published_reader(tmp_path / "all" / "tracecov_four tokens_K4_detailed.json")
+    assert (
+        call(run_tracecov, "--from_grams", first / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path / "b")[0] == 0
+    )
+    unknown = read(tmp_path / "b" / "tracecov_four tokens_K4_detailed.json")["prompt_results"]
+    assert [row["prompt_index"] for row in unknown] == [None, None]
+    code, _, err = tracecov(policy, table, first, *flags, "--T", 2, capsys=capsys)
+    assert code == 0 and "1 of its Grams are of prompts that are not drawn" in err
+    found = read(first / "tracecov_four tokens_K4_detailed.json")["prompt_results"]
+    assert [row["prompt"] for row in found] == drawn
+
+
+# ------------------------------------------------------------------------------------------------ the files
+
+
+@pytest.fixture(scope="module")
+def small(policy, table, tmp_path_factory):  # noqa: F811
+    out = tmp_path_factory.mktemp("small")
+    assert tracecov(policy, table, out, "--K_list", 2, 4, "--M", 3)[0] == 0
+    return out
+
+
+def published_reader(path):
+    """What a reader of the released detailed file does with it: the mean trace of each estimator, and the ids."""
+    file = json.loads(Path(path).read_text())
+    assert {"K", "prompt_results", "avg_traces"} <= set(file)
+    for i, row in enumerate(file["prompt_results"]):
+        assert {"prompt_index", "prompt", "gold", "V_oracle", "K", "tr_cov"} <= set(row)
+        assert row["prompt_index"] == i and row["K"] == file["K"] and isinstance(row["gold"], int)
+        assert set(row["tr_cov"]) == set(file["avg_traces"]) == {"naive", "grpo", "oracleV"}
+    means = {name: np.mean([row["tr_cov"][name] for row in file["prompt_results"]]) for name in file["avg_traces"]}
+    return file["K"], means, file["avg_traces"]
+
+
+def published_curve(results_path):
+    """{estimator: [trace per K]} from the detailed files beside a results file, found by its name as there."""
+    results = json.loads(Path(results_path).read_text())
+    curve = {name: [] for name in results["conditional_on_x"]}
+    for K in results["K_list"]:
+        found_K, means, averages = published_reader(str(results_path).replace(".json", f"_K{K}_detailed.json"))
+        assert found_K == K and averages == pytest.approx(means)
+        for name, values in curve.items():
+            values.append(means[name])
+    return curve
+
+
+def test_a_reader_of_the_released_format_computes_the_same_curve(small):
+    path = small / "tracecov_four tokens.json"
+    curve = published_curve(path)
+    assert {"naive", "grpo", "oracleV"} == set(curve)
+    for name, values in read(path)["conditional_on_x"].items():
+        assert curve[name] == pytest.approx(values)
+
+
+def test_what_the_detailed_file_held_before_is_still_in_its_rows(small):
+    for row in detailed_rows(small / "tracecov_four tokens_K4_detailed.json"):
+        assert row["tr_cov"] == {name: row["trace_cov"][name] for name in ("naive", "grpo", "oracleV")}
+        assert "best_baseline" in row["trace_cov"] and row["ground_truth"] == row["gold"] and "mean_reward" in row
+
+
+def test_a_ground_truth_that_is_text_is_an_integer_under_gold_where_it_is_one(policy, table, tmp_path):  # noqa: F811
+    path = tmp_path / "text.jsonl"
+    path.write_text(
+        "".join(json.dumps({**row, "ground_truth": f"so\n#### {row['ground_truth']}"}) + "\n" for row in rows_of(table))
+    )
+    assert tracecov(policy, path, tmp_path / "a", "--K_list", 4, "--M", 1)[0] == 0
+    found = detailed_rows(tmp_path / "a" / "tracecov_four tokens_K4_detailed.json")
+    assert [row["gold"] for row in found] == [row["ground_truth"] for row in rows_of(table)]
+    assert found[0]["ground_truth"].startswith("so\n####")
+
+
+def test_a_table_in_parquet_is_taken_as_the_same_in_jsonl(policy, table, tmp_path):  # noqa: F811
+    import pandas
+
+    rows = [
+        {name: row[name] for name in ("prompt", "ground_truth", "V_oracle", "n_oracle", "correct_count")}
+        for row in rows_of(table)
+    ]
+    path = tmp_path / "oracle_v_n400_four_tokens_20250101_120000.parquet"
+    pandas.DataFrame(rows).to_parquet(path)
+    shutil.copy(table, tmp_path / "b.jsonl")
+    flags = ("--K_list", 4, "--M", 1, "--T", 3)
+    assert (
+        tracecov(policy, path, tmp_path / "a", *flags)[0]
+        == tracecov(policy, tmp_path / "b.jsonl", tmp_path / "b", *flags)[0]
+        == 0
+    )
+    first, second = (read(tmp_path / out / "tracecov_four tokens_K4_detailed.json") for out in "ab")
+    assert first == second
+
+
+# ------------------------------------------------------------------------------------------------ the commands
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working folder where the released README's names of model, data sets and scripts stand for small ones."""
+    from datasets import Dataset, DatasetDict
+
+    (tmp_path / "Gradient_evaluation").symlink_to(ROOT / "Gradient_evaluation")
+    shutil.copytree(ROOT / "data" / "tiny_model", tmp_path / MODEL)
+    for name, style in (("few-shot", "few_shot"), ("test", "zero_shot")):
+        rows = make_problems(2, seed=3, style=style) if style == "few_shot" else make_problems(2, seed=3)
+        DatasetDict({"train": Dataset.from_list(rows)}).save_to_disk(tmp_path / "Kyleyee" / f"arithmetic-{name}")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_literally(place, added, capsys):
+    """The commands of the released README in their order, each with what ``added`` says for its script at the end."""
+    for command in COMMANDS:
+        _, script, *words = shlex.split(command)
+        module = {"calculate_oracle_v.py": calculate_oracle_v, "run_tracecov.py": run_tracecov}[Path(script).name]
+        code, _, err = call(module, *words, *added[module], capsys=capsys)
+        assert code == 0, err
+        if module is calculate_oracle_v and not (place / "outputs/oracle_v/your_oracle_table.jsonl").exists():
+            (written,) = Path("outputs/oracle_v").glob("oracle_v_n*.jsonl")
+            shutil.copy(written, "outputs/oracle_v/your_oracle_table.jsonl")
+    (results,) = (path for path in Path("outputs/tracecov_json").glob("tracecov_*.json") if "_detailed" not in path.name)
+    assert len(list(Path("outputs/tracecov_plot").glob(f"{results.stem}.*"))) == 1
+    curve = published_curve(results)
+    for name, values in read(results)["conditional_on_x"].items():
+        assert curve[name] == pytest.approx(values)
+
+
+def test_the_commands_of_the_released_readme_run_as_they_stand(place, capsys):
+    law = ["--max_new_tokens", "4", "--quiet"]
+    run_literally(
+        place, {calculate_oracle_v: [*law, "--n_oracle", 8], run_tracecov: [*law, "--M", 1, "--K_list", 4, 8]}, capsys
+    )
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_released_readme_run_without_a_flag_more(place, capsys):
+    run_literally(place, {calculate_oracle_v: [], run_tracecov: []}, capsys)
+
+
+# ------------------------------------------------------------------------------------------------ the training script
+
+LAUNCHER = ROOT / "Policy_Optimization" / "grpo_train.sh"
+RELEASED = {
+    "MODEL": "org/m",
+    "TRAIN_FILE": "/d/a.parquet",
+    "VAL_FILE": "/d/b.parquet",
+    "GPUS": "4",
+    "GPU_UTIL": "0.7",
+    "NNODES": "1",
+    "GROUP_SIZE": "16",
+    "EXPERIMENT_NAME": "e1",
+    "PROJECT_NAME": "p1",
+}
+
+
+def test_the_variables_of_the_released_training_script_mean_the_same_here():
+    settings = read_settings([], RELEASED)
+    found = [
+        settings.values[name]
+        for name in (
+            "model",
+            "train_files",
+            "val_files",
+            "gpus_per_node",
+            "gpu_memory_utilization",
+            "nnodes",
+            "group_size",
+            "experiment",
+            "project",
+        )
+    ]
+    assert found == ["org/m", "/d/a.parquet", "/d/b.parquet", 4, 0.7, 1, 16, "e1", "p1"]
+    made = dict(text.partition("=")[::2] for text in verl_overrides(settings))
+    assert made["data.train_batch_size"] == "64" and made["actor_rollout_ref.actor.ppo_mini_batch_size"] == "16"
+    assert made["trainer.total_epochs"] == "8" and made["trainer.experiment_name"] == "e1"
+    assert read_settings(["--project", "mine"], RELEASED).project == "mine"
+
+
+def test_gpus_may_be_a_list_and_a_run_tag_ends_the_name():
+    assert read_settings([], {"GPUS": "0,2,3"}).gpus_per_node == 3
+    assert read_settings([], {"RUN_TAG": "first"}).experiment == "Qwen2.5-1.5B-Instruct_grpo_g32_seed0_first"
+    assert read_settings([], {"RUN_TAG": "first", "EXPERIMENT_NAME": "e1"}).experiment == "e1"
+
+
+def test_the_data_folder_holds_the_files_that_are_not_named_in_full(tmp_path):
+    (tmp_path / "test.parquet").touch()
+    settings = read_settings([], {"DATA_DIR": str(tmp_path)})
+    assert (settings.train_files, settings.val_files) == (str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet"))
+    settings = read_settings(["--val_files", "v.parquet"], {"DATA_DIR": str(tmp_path), "TRAIN_FILE": "mine.parquet"})
+    assert settings.train_files == str(tmp_path / "mine.parquet") and settings.val_files == str(Path("v.parquet").absolute())
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"GPUS": "four"}, "environment variable GPUS: 'four' is not an integer"),
+        ({"GPU_UTIL": "70"}, "environment variable GPU_UTIL"),
+        ({"TRAIN_FILE": "a", "TRAIN_FILES": "b"}, "TRAIN_FILES and TRAIN_FILE are one setting"),
+    ],
+)
+def test_a_wrong_released_variable_is_refused_by_its_own_name(environment, message):
+    with pytest.raises(UserError, match=message):
+        read_settings([], environment)
+
+
+def test_what_a_released_variable_cannot_mean_here_is_said_in_a_line():
+    pytest.importorskip("wandb")
+    notes = check_settings(read_settings(["--model", "org/m"], {}), {"BASE": "/b", "REPO_DIR": "/r", "HOME": "/h"})
+    assert [note.split(" ")[0] for note in notes if "paper's script" in note] == ["BASE", "REPO_DIR"]
+
+
+STAND_IN = """#!/bin/sh
+printf '%s\\n' "$0" "$CUDA_VISIBLE_DEVICES" "$MODEL" "$TRAIN_FILE" "$GROUP_SIZE"
+exit 3
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """CONDA_ROOT with an environment ``verl`` whose python prints what it was given."""
+    python = tmp_path / "conda" / "envs" / "verl" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(STAND_IN)
+    python.chmod(0o755)
+    return python
+
+
+def launched(script, environment):
+    clean = {name: text for name, text in os.environ.items() if name not in (*RELEASED, "CUDA_VISIBLE_DEVICES", "DATA_DIR")}
+    done = subprocess.run(["bash", script], env={**clean, **environment}, capture_output=True, text=True)
+    return done.returncode, done.stdout.splitlines(), done.stderr
+
+
+def test_the_environments_of_the_released_script_are_found(stand_in, tmp_path):
+    root = {"CONDA_ROOT": str(tmp_path / "conda")}
+    code, said, err = launched(LAUNCHER, {**root, "ENV_NAME": "verl", "PYTHON_BIN": "python", "GPUS": "1,3", "MODEL": "org/m"})
+    assert (code, said[:3]) == (3, [str(stand_in), "1,3", "org/m"]), err
+    assert launched(LAUNCHER, {"PYTHON_BIN": str(stand_in), "ENV_NAME": "none"})[1][0] == str(stand_in)
+    for wrong, message in (
+        ({**root, "ENV_NAME": "other"}, "envs/other/bin/python"),
+        ({"PYTHON_BIN": "/no/python"}, "/no/python"),
+        ({"PYTHON_BIN": "no_such_python"}, "no_such_python"),
+    ):
+        code, _, err = launched(LAUNCHER, wrong)
+        assert code == 2 and len(err.splitlines()) == 1 and message in err
+
+
+def test_the_section_at_the_top_may_be_edited(stand_in, tmp_path):
+    text = LAUNCHER.read_text()
+    for name, value in (
+        ("CONDA_ROOT", str(tmp_path / "conda")),
+        ("ENV_NAME", "verl"),
+        ("MODEL", "org/m"),
+        ("GROUP_SIZE", "16"),
+        ("DATA_DIR", "/d"),
+        ("TRAIN_FILE", "$DATA_DIR/t.parquet"),
+    ):
+        text, found = re.subn(rf"^# {name}=.*$", f'{name}="{value}"', text, flags=re.MULTILINE)
+        assert found == 1, name
+    script = tmp_path / "grpo_train.sh"
+    script.write_text(text)
+    code, said, err = launched(script, {"MODEL": "org/other", "CUDA_VISIBLE_DEVICES": "5"})
+    assert (code, said) == (3, [str(stand_in), "5", "org/m", "/d/t.parquet", "16"]), err

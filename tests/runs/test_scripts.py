@@ -1,0 +1,646 @@
+"""The two scripts end to end, in process, on a policy whose every number is an exact sum."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import enumerable_policy, enumerate_outcomes, tiny_tokenizer
+
+from Gradient_evaluation import calculate_oracle_v, cli, run_tracecov
+from Gradient_evaluation.runs import gram_store
+from Gradient_evaluation.sampling.generate import SamplingLaw
+from Gradient_evaluation.stats import summary as estimators
+from Gradient_evaluation.utils import integer_reward
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS = ["13", "2", "321", "31", "122"]
+ANSWERS = [33, 22, 33, 11, 33]
+FLAGS = ["--dtype", "float64", "--device", "cpu", "--max_new_tokens", "2", "--top_p", "0.9", "--temperature", "1.3"]
+LAW = SamplingLaw(temperature=1.3, top_p=0.9, max_new_tokens=2)
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    """A folder with a model over four tokens and its tokenizer; 13 outcomes of at most two tokens."""
+    folder = tmp_path_factory.mktemp("policy") / "four tokens"
+    enumerable_policy(vocabulary=4, seed=6).save_pretrained(folder)
+    tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def problems(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "ground_truth": a, "kind": "x"}) + "\n" for p, a in zip(PROMPTS, ANSWERS)))
+    return path
+
+
+def call(script, *arguments, capsys=None):
+    """Run a script's main in this process → (exit code, stdout, stderr)."""
+    argv, sys.argv = sys.argv, [script.__file__, *map(str, arguments)]
+    try:
+        cli.run(script.main)
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    finally:
+        sys.argv = argv
+    captured = capsys.readouterr() if capsys else None
+    return code, captured and captured.out, captured and captured.err
+
+
+def oracle(policy, problems, out, *more, capsys=None):
+    return call(
+        calculate_oracle_v,
+        "--model",
+        policy,
+        "--dataset",
+        problems,
+        "--n_oracle",
+        400,
+        "--out_dir",
+        out,
+        *FLAGS,
+        *more,
+        capsys=capsys,
+    )
+
+
+def tracecov(policy, table, out, *more, capsys=None):
+    return call(
+        run_tracecov,
+        "--model",
+        policy,
+        "--oracle_table",
+        table,
+        "--save_json",
+        out,
+        "--skip_plot",
+        *FLAGS,
+        *more,
+        capsys=capsys,
+    )
+
+
+@pytest.fixture(scope="session")
+def table(policy, problems, tmp_path_factory):
+    out = tmp_path_factory.mktemp("oracle")
+    assert oracle(policy, problems, out)[0] == 0
+    return out / "oracle_v_n400_four tokens.jsonl"
+
+
+@pytest.fixture(scope="session")
+def measured(policy, table, tmp_path_factory):
+    out = tmp_path_factory.mktemp("tracecov")
+    assert tracecov(policy, table, out, "--K_list", 8, 2, "4,3", "--M", 60)[0] == 0
+    return out
+
+
+def read(path):
+    return json.loads(Path(path).read_text())
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def detailed_rows(path):
+    """The prompts of a detailed file, in the order of the oracle table."""
+    return sorted(read(path)["prompt_results"], key=lambda row: row["table_row"])
+
+
+class Truth:
+    """Exact V, Gram and traces of one prompt, from enumeration and plain autograd."""
+
+    def __init__(self, prompt, answer):
+        outcomes = enumerate_outcomes(enumerable_policy(vocabulary=4, seed=6), [int(c) for c in prompt], LAW)
+        self.p = np.array([o.probability for o in outcomes])
+        self.rewards = np.array([integer_reward("".join("?123"[t] for t in o.tokens if t), answer) for o in outcomes])
+        scores = torch.stack([o.score for o in outcomes])
+        self.scores = scores.numpy()
+        self.gram = self.scores @ self.scores.T
+        self.V = float(self.p @ self.rewards)
+
+        # Pairs of outcomes: h_ij = (g_i - g_j)(Z_i - Z_j) / 2, its conditional mean, and the two variances.
+        z = self.rewards
+        h = (self.scores[:, None] - self.scores[None]) * (z[:, None] - z[None])[..., None] / 2
+        given_first, theta = np.einsum("j,ijd->id", self.p, h), np.einsum("i,j,ijd->d", self.p, self.p, h)
+        self.zeta1 = self.p @ (given_first**2).sum(-1) - theta @ theta
+        self.zeta2 = self.p @ (h**2).sum(-1) @ self.p - theta @ theta
+
+    def trace_of_group(self, K):
+        """GRPO's tr Cov at any K."""
+        return 4 * self.zeta1 / K + (2 * self.zeta2 - 4 * self.zeta1) / (K * (K - 1))
+
+    def trace(self, K, baseline):
+        """tr Cov of (1/K) sum_i g_i (Z_i - C_i) over all K-tuples of outcomes."""
+        n = len(self.p)
+        tuples = np.array(list(itertools.product(range(n), repeat=K)))
+        weight = self.p[tuples].prod(1)
+        z = self.rewards[tuples]
+        c = (z.sum(1, keepdims=True) - z) / (K - 1) if baseline == "leave-one-out" else baseline
+        a = np.zeros((len(tuples), n))
+        np.add.at(a, (np.arange(len(tuples))[:, None], tuples), (z - c) / K)
+        mean = weight @ a
+        return weight @ np.einsum("ti,ij,tj->t", a, self.gram, a) - mean @ self.gram @ mean
+
+
+@pytest.fixture(scope="session")
+def truths():
+    return [Truth(p, a) for p, a in zip(PROMPTS, ANSWERS)]
+
+
+def test_oracle_values_are_the_exact_ones_within_their_standard_error(table, truths):
+    rows = rows_of(table)
+    assert [row["prompt"] for row in rows] == PROMPTS
+    assert any(0.05 < truth.V < 0.95 for truth in truths)
+    for row, truth in zip(rows, truths):
+        assert abs(row["V_oracle"] - truth.V) <= 4.5 * np.sqrt(truth.V * (1 - truth.V) / 400)
+        assert row["correct_count"] == round(row["V_oracle"] * 400) and row["n_oracle"] == 400
+        c = row["correct_count"]
+        a, b = c + 0.5, 400 - c + 0.5
+        assert row["V_standard_error"] == pytest.approx(np.sqrt(a * b / (a + b) ** 2 / (a + b + 1)))  # Beta(a, b)
+        assert row["V_standard_error_kind"] == "jeffreys" and row["reward_values"] == "0/1"
+        assert row["kind"] == "x" and row["temperature"] == 1.3 and row["top_p"] == 0.9 and row["model"] == "four tokens"
+
+
+def test_traces_at_every_group_size_are_the_exact_sums_within_their_error(measured, truths):
+    records = list(gram_store.load_all(measured / "grams"))
+    assert [record.prompt for record in records] == PROMPTS
+    for record, truth in zip(records, truths):
+        best = truth.p @ (truth.rewards * np.diag(truth.gram)) / (truth.p @ np.diag(truth.gram))
+        blocks = [
+            gram_store.GramRecord(**{**vars(record), "grams": [g], "rewards": z, "lengths": n}) for g, z, n in record.blocks
+        ]
+        for K in (2, 3, 4):
+            whole = estimators.prompt_trace_covs(estimators.reduce_prompts([record]), K)
+            alone = estimators.prompt_trace_covs(estimators.reduce_prompts(blocks), K)
+            exact = {
+                "naive": truth.trace(K, 0.0),
+                "grpo": truth.trace(K, "leave-one-out"),
+                "oracleV": truth.trace(K, record.oracle_value),
+            }
+            for name, value in exact.items():
+                error = np.std(alone[name], ddof=1) / np.sqrt(len(blocks))
+                assert abs(whole[name][0] - value) <= 4.5 * error, (record.prompt, K, name)
+            floor = whole["best_baseline"][0]
+            assert abs(floor - truth.trace(K, best)) <= 4.5 * np.std(alone["oracleV"], ddof=1) / np.sqrt(len(blocks))
+
+
+def test_results_hold_the_published_keys_aligned_with_the_sorted_group_sizes(measured):
+    results = read(measured / "tracecov_four tokens.json")
+    assert results["K_list"] == [2, 3, 4, 8]
+    assert set(results["conditional_on_x"]) == {"naive", "grpo", "oracleV"}
+    assert all(len(values) == 4 for values in results["conditional_on_x"].values())
+    assert results["config"]["M"] == 60 and results["law"]["top_p"] == 0.9 and "torch" in results["versions"]
+    detailed = detailed_rows(measured / "tracecov_four tokens_K4_detailed.json")
+    assert [row["prompt"] for row in detailed] == PROMPTS and [row["V_oracle"] for row in detailed]
+    for name, values in results["conditional_on_x"].items():
+        assert np.mean([row["trace_cov"][name] for row in detailed]) == pytest.approx(values[2])
+
+
+def test_exact_scoring_passes_the_on_policy_check_and_published_scoring_fails_it(measured, policy, table, tmp_path):
+    exact = read(measured / "tracecov_four tokens.json")["on_policy_check"]
+    assert abs(exact["ratio"]) < 4 * exact["standard_error"]
+    assert tracecov(policy, table, tmp_path, "--K_list", 8, "--M", 60, "--scoring", "published")[0] == 0
+    published = read(tmp_path / "tracecov_four tokens.json")["on_policy_check"]
+    assert published["ratio"] > 2.5 * published["standard_error"]  # the error is over five unlike prompts
+    assert published["ratio"] > 20 * abs(exact["ratio"])
+
+
+def test_stored_grams_give_the_same_results_and_any_other_group_size_without_a_model(measured, tmp_path):
+    code = call(run_tracecov, "--from_grams", measured / "grams", "--K_list", 2, 5, 8, "--save_json", tmp_path)[0]
+    assert code == 0
+    first, again = read(measured / "tracecov_four tokens.json"), read(tmp_path / "tracecov_four tokens.json")
+    for name in ("naive", "grpo", "oracleV"):
+        before, after = first["conditional_on_x"][name], again["conditional_on_x"][name]
+        assert (after[0], after[2]) == pytest.approx((before[0], before[3]), rel=1e-12) and before[3] < after[1] < before[2]
+    assert again["on_policy_check"] == first["on_policy_check"]
+    assert (tmp_path / "tracecov_four tokens.png").stat().st_size > 1000
+
+
+def test_from_grams_of_a_folder_that_is_none_gives_advice_it_takes_and_leaves_nothing(tmp_path, capsys):
+    code, _, err = call(run_tracecov, "--from_grams", tmp_path / "none", "--save_json", tmp_path / "out", capsys=capsys)
+    assert code == 2 and "run.json: missing or damaged; give the grams folder of a finished run" in err
+    assert "--overwrite" not in err and not (tmp_path / "out").exists()
+
+
+def test_a_run_that_finds_its_record_damaged_is_told_to_overwrite_and_can(policy, table, tmp_path, capsys):
+    few = ("--K_list", 4, "--M", 4)
+    assert tracecov(policy, table, tmp_path, *few)[0] == 0
+    (tmp_path / "grams" / "run.json").write_text("{")
+    one_line_error(tracecov(policy, table, tmp_path, *few, capsys=capsys), "missing or damaged", "pass --overwrite")
+    assert tracecov(policy, table, tmp_path, *few, "--overwrite")[0] == 0
+
+
+def test_from_grams_says_which_flags_could_have_no_effect_and_keeps_what_made_the_grams(measured, tmp_path, capsys):
+    flags = ("--from_grams", measured / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path)
+    for given in (("--M", 60), ("--temperature=1",), ("--model", "x"), ("--T", 3, "--seed", 1), ("--oracle_table", "t.jsonl")):
+        names = [str(flag).partition("=")[0] for flag in given if str(flag).startswith("--")]
+        one_line_error(call(run_tracecov, *flags, *given, capsys=capsys), "no effect with --from_grams", *names)
+    assert not list(tmp_path.iterdir())
+    assert call(run_tracecov, *flags, "--budget", 64, "--quiet")[0] == 0
+    config, made = (read(place / "tracecov_four tokens.json")["config"] for place in (tmp_path, measured))
+    for name in ("model", "top_p", "seed", "M", "T", "block_size", "scoring"):
+        assert config[name] == (made[name] if name != "model" else "four tokens")
+    assert config["gen_bs"] is None and config["K_list"] == [4] and made["K_list"] == [2, 3, 4, 8]
+
+
+def test_intervals_from_stored_grams_are_those_of_the_run_also_under_another_seed(policy, table, tmp_path):
+    flags = ("--K_list", 4, "--M", 2)
+    assert tracecov(policy, table, tmp_path / "a", *flags, "--seed", 5)[0] == 0
+    assert (
+        call(
+            run_tracecov, "--from_grams", tmp_path / "a" / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path / "b"
+        )[0]
+        == 0
+    )
+    first, again = (read(tmp_path / place / "tracecov_four tokens.json") for place in "ab")
+    assert again["conditional_on_x_ci95"] == first["conditional_on_x_ci95"] and again["bootstrap"]["seed"] == 5
+
+
+def test_a_wrong_flag_is_refused_before_the_libraries_are_imported():
+    code = (
+        "import runpy, sys\nsys.argv = [sys.argv[1], *sys.argv[2:]]\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "except SystemExit as end: print(end.code, *({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)))"
+    )
+    for script, flags, text in (
+        ("calculate_oracle_v.py", ["--n_oracle", "0"], "--n_oracle"),
+        ("run_tracecov.py", ["--oracle_table", "t", "--save_json", "s", "--estimators", "gpro"], "unknown estimator 'gpro'"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, ROOT / "Gradient_evaluation" / script, *flags], capture_output=True, text=True
+        )
+        assert done.stdout == "2\n" and len(done.stderr.splitlines()) == 1 and text in done.stderr, done.stderr
+    done = subprocess.run(
+        [
+            sys.executable,
+            ROOT / "Gradient_evaluation" / "run_tracecov.py",
+            "--oracle_table",
+            "t",
+            "--save_json",
+            "s",
+            "--K_list",
+            "1",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and re.fullmatch(r"error: --K_list: a group size must be at least 2, got 1\n", done.stderr)
+
+
+def test_continuations_do_not_depend_on_block_size_or_generation_batch(policy, table, tmp_path):
+    small, large = tmp_path / "small", tmp_path / "large"
+    assert tracecov(policy, table, small, "--K_list", 8, "--M", 3, "--block_size", 5, "--gen_bs", 3)[0] == 0
+    assert tracecov(policy, table, large, "--K_list", 8, "--M", 3, "--gen_bs", 24)[0] == 0
+    for a, b in zip(gram_store.load_all(small / "grams"), gram_store.load_all(large / "grams")):
+        assert [len(g) for g in a.grams] == [5, 5, 5, 5, 4] and [len(g) for g in b.grams] == [8, 8, 8]
+        assert (a.rewards == b.rewards).all() and (a.lengths == b.lengths).all()
+        np.testing.assert_allclose(a.log_probs, b.log_probs, rtol=1e-10)
+        np.testing.assert_allclose(np.diag(a.grams[0]), np.diag(b.grams[0])[:5], rtol=1e-9)
+
+
+def test_oracle_batches_of_any_size_give_the_same_table(policy, problems, table, tmp_path):
+    assert oracle(policy, problems, tmp_path, "--batch_size", 7)[0] == 0
+    assert (tmp_path / table.name).read_bytes() == table.read_bytes()
+
+
+@pytest.mark.parametrize("left", [0, 1, 2.5, 5])
+def test_a_stopped_oracle_run_continues_to_the_same_bytes(policy, problems, table, tmp_path, left):
+    lines = table.read_bytes().splitlines(keepends=True)
+    torn = b"" if left == int(left) else lines[int(left)][:40]
+    (tmp_path / table.name).write_bytes(b"".join(lines[: int(left)]) + torn)
+    assert oracle(policy, problems, tmp_path)[0] == 0
+    assert (tmp_path / table.name).read_bytes() == table.read_bytes()
+
+
+def test_a_stopped_tracecov_run_continues_to_the_same_results(policy, table, tmp_path):
+    flags = ("--K_list", 4, "--M", 2)
+    assert tracecov(policy, table, tmp_path, *flags)[0] == 0
+    files = {p: p.read_bytes() for p in (tmp_path / "grams").iterdir()}
+    results = read(tmp_path / "tracecov_four tokens.json")
+    gone = sorted(p for p in files if p.suffix == ".npz")[1:4]
+    for p in gone:
+        p.unlink()
+    assert tracecov(policy, table, tmp_path, *flags)[0] == 0
+    assert {p: p.read_bytes() for p in (tmp_path / "grams").iterdir()} == files
+    again = read(tmp_path / "tracecov_four tokens.json")
+    assert {**again, "seconds": 0} == {**results, "seconds": 0}
+
+
+def one_line_error(outcome, *parts):
+    code, _, err = outcome
+    assert code == 2, err
+    assert err.count("\n") == 1 and err.startswith("error: ") and all(part in err for part in parts), err
+
+
+def test_a_run_with_another_configuration_is_not_mixed_into_stored_results(policy, problems, table, tmp_path, capsys):
+    (tmp_path / table.name).write_bytes(table.read_bytes())
+    one_line_error(oracle(policy, problems, tmp_path, "--seed", 1, capsys=capsys), "seed = 0", "1", "--overwrite")
+    assert (tmp_path / table.name).read_bytes() == table.read_bytes()
+    assert tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2)[0] == 0
+    capsys.readouterr()
+    one_line_error(
+        tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--scoring", "published", capsys=capsys),
+        "scoring = 'exact'",
+        "'published'",
+    )
+    one_line_error(
+        tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--gram_dtype", "bfloat16", capsys=capsys),
+        "gram_dtype = 'float32'",
+        "'bfloat16'",
+    )
+    assert tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--seed", 1, "--overwrite")[0] == 0
+
+
+def test_a_table_of_another_law_is_refused_and_taken_with_allow_mismatch(policy, table, tmp_path, capsys):
+    other = ["--temperature", "0.5", "--K_list", 4, "--M", 1]
+    one_line_error(
+        tracecov(policy, table, tmp_path / "a", *other, capsys=capsys), "temperature", "1.3", "0.5", "--allow_mismatch"
+    )
+    assert not (tmp_path / "a").exists()
+    assert tracecov(policy, table, tmp_path / "a", *other, "--allow_mismatch")[0] == 0
+
+
+def test_a_table_made_with_other_weights_of_the_same_name_is_refused(table, tmp_path, capsys):
+    folder = tmp_path / "four tokens"
+    enumerable_policy(vocabulary=4, seed=7).save_pretrained(folder)
+    tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(folder)
+    one_line_error(tracecov(folder, table, tmp_path / "a", "--K_list", 4, "--M", 1, capsys=capsys), "other weights")
+
+
+def test_a_table_of_the_published_script_is_taken_with_a_warning(policy, table, tmp_path, capsys):
+    bare = tmp_path / "published.jsonl"
+    keep = ("prompt", "ground_truth", "V_oracle", "n_oracle", "correct_count")
+    bare.write_text("".join(json.dumps({k: row[k] for k in keep}) + "\n" for row in rows_of(table)))
+    code, out, err = tracecov(policy, bare, tmp_path / "a", "--K_list", 4, "--M", 1, capsys=capsys)
+    assert code == 0 and err.count("warning") == 1 and "MSE" in out
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--K_list", "1"),
+        ("--K_list", "0"),
+        ("--K_list", "-4"),
+        ("--M", "0"),
+        ("--T", "0"),
+        ("--top_p", "0"),
+        ("--top_p", "1.5"),
+        ("--temperature", "0"),
+        ("--top_p", "nan"),
+        ("--temperature", "inf"),
+        ("--max_new_tokens", "0"),
+        ("--block_size", "3"),
+        ("--gen_bs", "0"),
+        ("--device", "tpu9"),
+        ("--dtype", "int8"),
+        ("--no_such", "1"),
+    ],
+)
+def test_a_bad_flag_is_refused_by_name_before_any_work(policy, table, tmp_path, capsys, flags):
+    outcome = tracecov(policy, table, tmp_path / "out", "--K_list", "4", *flags, capsys=capsys)
+    one_line_error(outcome, flags[0])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--n_oracle", "0"),
+        ("--batch_size", "0"),
+        ("--top_p", "0"),
+        ("--temperature", "0"),
+        ("--dataset", "no/such/file.jsonl"),
+        ("--model", "./no_such_model"),
+    ],
+)
+def test_a_bad_oracle_flag_is_refused_by_name_before_any_work(policy, problems, tmp_path, capsys, flags):
+    outcome = oracle(policy, problems, tmp_path / "out", *flags, capsys=capsys)
+    one_line_error(outcome, flags[1] if flags[0] == "--dataset" else flags[0])
+    assert not list((tmp_path / "out").glob("*"))
+
+
+def test_a_prompt_longer_than_the_context_is_refused_by_row(policy, tmp_path, capsys):
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "1" * 63, "ground_truth": 1}) + "\n")
+    one_line_error(oracle(policy, long, tmp_path / "out", capsys=capsys), "line 1", "64")
+
+
+def test_fewer_rows_than_T_average_over_the_rows_there_are(policy, table, tmp_path, capsys):
+    assert tracecov(policy, table, tmp_path / "a", "--K_list", 4, "--M", 2, "--T", 400)[0] == 0
+    assert read(tmp_path / "a" / "tracecov_four tokens.json")["n_prompts"] == 5
+    assert tracecov(policy, table, tmp_path / "b", "--K_list", 4, "--M", 2, "--T", 3)[0] == 0
+    assert len(detailed_rows(tmp_path / "b" / "tracecov_four tokens_K4_detailed.json")) == 3
+
+
+def test_the_scripts_run_from_any_folder_and_end_errors_without_a_traceback(tmp_path):
+    for script in ("calculate_oracle_v.py", "run_tracecov.py"):
+        path = ROOT / "Gradient_evaluation" / script
+        shown = subprocess.run([sys.executable, path, "--help"], cwd=tmp_path, capture_output=True, text=True)
+        assert shown.returncode == 0 and "--max_new_tokens" in shown.stdout
+    bad = subprocess.run(
+        [sys.executable, path, "--oracle_table", "missing.jsonl", "--save_json", "a"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert bad.returncode == 2 and "Traceback" not in bad.stderr and "missing.jsonl" in bad.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "Gradient_evaluation/calculate_oracle_v.py",
+        "Gradient_evaluation/run_tracecov.py",
+        "data/prepare_parquet.py",
+        "Policy_Optimization/train_group_sizes.py",
+        "plots/plot_tracecov.py",
+        "plots/plot_group_size.py",
+        "plots/plot_training.py",
+        "plots/make_report.py",
+    ],
+)
+def test_a_python_without_the_packages_is_one_line(script):
+    bare = subprocess.run([sys.executable, "-S", ROOT / script], capture_output=True, text=True)  # no site-packages
+    assert bare.returncode == 2 and bare.stdout == ""
+    assert re.fullmatch(r"error: \S+ has no package \w+; activate the environment .*\n", bare.stderr), bare.stderr
+
+
+def test_a_module_of_ours_that_is_missing_keeps_its_traceback():
+    code = (
+        "import sys; sys.path.insert(0, '.')\nfrom Gradient_evaluation.cli import one_line_while_importing\n"
+        "one_line_while_importing()\nimport Gradient_evaluation.no_such_module"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" in done.stderr
+
+
+def test_layers_add_up_to_the_whole_and_params_measures_the_layers_it_finds(policy, table, tmp_path, capsys):
+    flags = ("--K_list", 4, 6, "--M", 2)
+    assert tracecov(policy, table, tmp_path / "all", *flags, "--by_layer")[0] == 0
+    printed = re.findall(r"^ +(-?[\d.]+)%  (\S+)$", capsys.readouterr().out, re.MULTILINE)
+    whole = read(tmp_path / "all" / "tracecov_four tokens.json")
+    layers = whole["by_layer"]
+    shares = dict(zip(layers["modules"], np.array(layers["trace_cov"]["grpo"][0]) / whole["conditional_on_x"]["grpo"][0]))
+    assert [name for _, name in printed] == sorted(shares, key=shares.get, reverse=True)[:5]
+    assert all(float(share) == pytest.approx(100 * shares[name], abs=0.051) for share, name in printed)
+    assert len(layers["modules"]) == len(set(layers["modules"])) > 5
+    for name, values in whole["conditional_on_x"].items():
+        np.testing.assert_allclose(np.sum(layers["trace_cov"][name], axis=1), values, rtol=1e-9)
+        assert np.shape(layers["trace_cov_ci95"][name]) == (2, len(layers["modules"]), 2)
+    assert tracecov(policy, table, tmp_path / "part", *flags, "--params", r"\.c_attn\.|ln_f")[0] == 0
+    part = read(tmp_path / "part" / "tracecov_four tokens.json")
+    chosen = [i for i, module in enumerate(layers["modules"]) if "c_attn" in module or "ln_f" in module]
+    assert len(chosen) == 2
+    for name, values in part["conditional_on_x"].items():
+        np.testing.assert_allclose(np.array(layers["trace_cov"][name])[:, chosen].sum(1), values, rtol=1e-9)
+    assert (
+        call(
+            run_tracecov,
+            "--from_grams",
+            tmp_path / "all" / "grams",
+            "--K_list",
+            4,
+            6,
+            "--skip_plot",
+            "--save_json",
+            tmp_path / "again",
+        )[0]
+        == 0
+    )
+    again = read(tmp_path / "again" / "tracecov_four tokens.json")["by_layer"]
+    assert again["modules"] == layers["modules"] and again.keys() == layers.keys()
+    for kind in ("trace_cov", "trace_cov_ci95"):
+        for name, values in layers[kind].items():
+            np.testing.assert_allclose(again[kind][name], values, rtol=1e-9, atol=1e-12)
+
+
+def test_a_stop_string_may_be_typed_as_a_shell_takes_it(tmp_path, capsys):
+    folder, data = tmp_path / "lines", tmp_path / "data.jsonl"
+    enumerable_policy(vocabulary=4, seed=6).save_pretrained(folder)
+    tiny_tokenizer(("<eos>", "1", "\n", "3")).save_pretrained(folder)
+    data.write_text(json.dumps({"prompt": "13", "ground_truth": 1}) + "\n")
+    assert oracle(folder, data, tmp_path / "a", "--stop", "\n")[0] == 0
+    assert oracle(folder, data, tmp_path / "b", "--stop", r"\n")[0] == 0
+    (typed,), (literal,) = (rows_of(tmp_path / out / "oracle_v_n400_lines.jsonl") for out in "ab")
+    assert typed == literal and typed["stop"] == ["\n"]
+
+
+def test_the_two_scripts_never_share_draws(policy, table, tmp_path):
+    assert tracecov(policy, table, tmp_path, "--K_list", 8, "--M", 50)[0] == 0  # 400 continuations, as the table's V
+    rows = detailed_rows(tmp_path / "tracecov_four tokens_K8_detailed.json")
+    assert [row["V_oracle"] for row in rows] != [row["mean_reward"] for row in rows]
+
+
+def test_more_estimators_come_by_name_and_from_stored_grams(policy, table, tmp_path, capsys):
+    flags = ("--K_list", 2, 4, "--M", 6)
+    code, out, _ = tracecov(policy, table, tmp_path / "a", *flags, "--estimators", "all", capsys=capsys)
+    assert code == 0 and "dr_grpo" in out and "std_verl" in out
+    found = read(tmp_path / "a" / "tracecov_four tokens.json")
+    assert all(len(gram) == 8 for record in gram_store.load_all(tmp_path / "a" / "grams") for gram in record.grams)
+    assert {"rloo", "remax"}.isdisjoint(found["estimators"]) and len(found["estimators"]) >= 16
+    assert all(value is not None for value in found["estimators"]["greedy"]["mse"])
+    assert len(detailed_rows(tmp_path / "a" / "tracecov_four tokens_K4_detailed.json")[0]["trace_cov"]) >= 16
+    again = call(
+        run_tracecov,
+        "--from_grams",
+        tmp_path / "a" / "grams",
+        "--K_list",
+        2,
+        4,
+        "--skip_plot",
+        "--save_json",
+        tmp_path / "b",
+        "--estimators",
+        "rloo",
+        "std_verl",
+        "remax",
+    )
+    assert again[0] == 0
+    results = read(tmp_path / "b" / "tracecov_four tokens.json")
+    for name in ("std_verl", "greedy"):
+        assert results["estimators"][name] == found["estimators"][name]
+    assert tracecov(policy, table, tmp_path / "c", *flags)[0] == 0
+    call(
+        run_tracecov,
+        "--from_grams",
+        tmp_path / "c" / "grams",
+        "--K_list",
+        4,
+        "--skip_plot",
+        "--save_json",
+        tmp_path / "d",
+        "--estimators",
+        "greedy",
+        "std_verl",
+    )
+    results = read(tmp_path / "d" / "tracecov_four tokens.json")
+    assert results["estimators"]["greedy"]["mse"] == [None]
+    assert "greedy" in results["reasons"]["estimators.greedy.mse"]
+    assert results["estimators"]["std_verl"]["signal_to_noise"] == [None]  # blocks of 4 hold no two groups of 4
+    one_line_error(
+        tracecov(policy, table, tmp_path / "e", *flags, "--estimators", "gpro", capsys=capsys),
+        "--estimators",
+        "gpro",
+        "dr_grpo",
+    )
+
+
+def test_a_prompt_of_which_no_group_is_kept_is_null_in_the_detailed_file(policy, table, tmp_path):
+    hopeless = tmp_path / "hopeless.jsonl"
+    rows = [
+        row if i else {**row, "ground_truth": 999, "V_oracle": 0.0, "correct_count": 0} for i, row in enumerate(rows_of(table))
+    ]
+    hopeless.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tracecov(policy, hopeless, tmp_path / "a", "--K_list", 4, "--M", 4, "--estimators", "dapo")[0] == 0
+    detailed = detailed_rows(tmp_path / "a" / "tracecov_four tokens_K4_detailed.json")
+    assert detailed[0]["trace_cov"]["dapo"] is None and detailed[1]["trace_cov"]["dapo"] is not None
+    assert read(tmp_path / "a" / "tracecov_four tokens.json")["estimators"]["dapo"]["prompts_never_kept"] == [1]
+
+
+def test_sketches_are_the_true_gradients_and_the_group_size_law_follows_within_error(policy, table, tmp_path, truths, capsys):
+    code, out, _ = tracecov(
+        policy,
+        table,
+        tmp_path,
+        "--K_list",
+        8,
+        "--M",
+        60,
+        "--sketch_dim",
+        1000,
+        "--budget",
+        64,
+        "--estimators",
+        "std_verl",
+        "length_normalised",
+        capsys=capsys,
+    )
+    assert code == 0
+    thetas = []
+    for record, truth in zip(gram_store.load_all(tmp_path / "grams"), truths):
+        thetas.append((truth.p * truth.rewards) @ truth.scores)
+        assert record.sketch.shape == (3, len(thetas[-1])) and record.sketch_names == ["grpo", "length_normalised", "std_verl"]
+        # The mean of 30 blocks of 16: its squared error is about tr Cov of a group of 16 over 30.
+        error = ((record.sketch[0] - thetas[-1]) ** 2).sum()
+        assert error < 4 * truth.trace_of_group(16) / 30
+        assert error < 0.2 * (thetas[-1] ** 2).sum()
+    law = read(tmp_path / "tracecov_four tokens.json")["group_size_law"]
+    theta = np.array(thetas)
+    squares = (theta**2).sum(1)
+    across = ((theta.sum(0) ** 2).sum() - squares.sum()) / (5 * 4)  # mean <theta(x), theta(x')> over pairs x != x'
+    assert law["c1"] == pytest.approx(squares.mean() - across, rel=0.15)
+    assert law["mean_theta_norm_sq"] == pytest.approx(across, rel=0.15, abs=0.1 * squares.mean())
+    exact = np.mean([[4 * t.zeta1, 2 * t.zeta2 - 4 * t.zeta1] for t in truths], axis=0)
+    assert law["c2"] == pytest.approx(exact[0], rel=0.15) and law["c3"] == pytest.approx(exact[1], rel=0.15)
+    assert set(law["cosine_to_gradient"]) == {"length_normalised", "std_verl"}
+    assert "prediction" in out.strip().splitlines()[-1]

@@ -1,0 +1,318 @@
+"""A sweep plans a run for each size and seed, keeps what is finished, and follows a recommendation if there is one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.stats.group_size import group_size_law
+from Policy_Optimization.settings import training_law
+from Policy_Optimization.sweep_manifest import (
+    admissible_sizes,
+    check_same_law,
+    main,
+    make_plan,
+    mark,
+    read_manifest,
+    recommended_sizes,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+SWEEP = ROOT / "Policy_Optimization" / "sweep_group_size.sh"
+BUDGETS = {"budget": 1024, "update_budget": 256, "epoch_budget": 128}
+SIZES = list(BUDGETS.values())
+
+
+def test_admissible_sizes_divide_all_budgets():
+    assert admissible_sizes(SIZES) == [2, 4, 8, 16, 32, 64, 128]
+    assert admissible_sizes([96, 48]) == [2, 4, 8, 16]
+    assert admissible_sizes([7]) == []
+
+
+@pytest.mark.parametrize(
+    "law, expected",
+    [
+        ({"powers_of_two": [16, 32], "G_star": 20.0, "within_10_percent": [10, 40]}, [16, 32]),
+        ({"powers_of_two": [128, 256], "G_star": 150.0}, [128]),  # 256 does not divide 128 epochs
+        ({"powers_of_two": None, "G_star": 20.0, "within_10_percent": [7, 33]}, [8, 16, 32]),
+        ({"powers_of_two": [], "G_star": 20.0, "within_10_percent": None}, [16]),
+        ({"G_star": 1e9}, [128]),
+        ({"G_star": 0.7}, [2]),
+    ],
+)
+def test_recommended_sizes_are_the_admissible_ones_near_g_star(law, expected):
+    assert recommended_sizes({"group_size_law": law}, "r.json", SIZES) == expected
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        {},
+        {"group_size_law": None},
+        {"group_size_law": {}},
+        {"group_size_law": {"G_star": None, "powers_of_two": None}},
+        {"group_size_law": {"powers_of_two": [256], "G_star": float("nan")}},
+        {"group_size_law": [8]},
+    ],
+)
+def test_without_a_recommendation_it_says_so_in_one_line(results):
+    with pytest.raises(UserError, match="^r.json: .*give --group_sizes$"):
+        recommended_sizes(results, "r.json", SIZES)
+
+
+MEASURED = {
+    "model": "org/m",
+    "revision": None,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "max_new_tokens": 512,
+    "stop": [],
+    "reward": "math",
+    "chat_template_kwargs": None,
+    "dtype": "float32",
+}
+
+
+@pytest.mark.parametrize(
+    "changes, variables, passed, shown",
+    [
+        ({}, {}, [], None),
+        ({}, {"REWARD": "math"}, ["trainer.save_freq=5"], None),
+        (
+            {"top_p": 0.95, "max_new_tokens": 32},
+            {},
+            [],
+            "measured with top_p 0.95, training has actor_rollout_ref.rollout.top_p 1.0",
+        ),
+        (
+            {"top_p": 0.95, "max_new_tokens": 32},
+            {},
+            [],
+            "measured with max_new_tokens 32, training has MAX_RESPONSE_LENGTH 512",
+        ),
+        ({"top_p": 0.95, "max_new_tokens": 32}, {"MAX_RESPONSE_LENGTH": "32"}, ["actor_rollout_ref.rollout.top_p=0.95"], None),
+        ({"max_new_tokens": 64}, {}, ["data.max_response_length=64"], None),
+        ({"temperature": 0.6}, {}, [], "temperature 0.6, training has TEMPERATURE 1.0"),
+        ({"temperature": 0.6}, {"TEMPERATURE": "0.6"}, [], None),
+        ({"top_k": 20}, {}, [], "top_k 20, training has actor_rollout_ref.rollout.top_k 0"),
+        ({}, {}, ["actor_rollout_ref.rollout.top_k=-1"], None),
+        ({"model": "org/base"}, {}, [], 'model "org/base", training has MODEL "org/m"'),
+        ({"model": "m"}, {}, [], None),  # of a local folder the name alone is stored
+        ({}, {}, ["actor_rollout_ref.model.path=org/n"], 'training has MODEL "org/n"'),
+        ({}, {"REWARD": "integer"}, [], 'reward "math", training has REWARD "integer"'),
+        ({"stop": ["\n"]}, {}, [], "measured with stop"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {}, [], 'chat_template_kwargs {"enable_thinking": false}'),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}'},
+            [],
+            None,
+        ),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {},
+            ["+data.apply_chat_template_kwargs.enable_thinking=False"],
+            None,
+        ),
+        ({}, {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}'}, [], "measured with chat_template_kwargs null"),
+    ],
+)
+def test_a_recommendation_holds_for_the_law_it_was_measured_under(changes, variables, passed, shown):
+    law, training = {**MEASURED, **changes}, training_law({"MODEL": "org/m", **variables}, passed)
+    if shown is None:
+        assert check_same_law({"law": law}, "r.json", training, False) == []
+        return
+    with pytest.raises(UserError, match="^r.json: measured with .*--allow_mismatch$") as caught:
+        check_same_law({"law": law}, "r.json", training, False)
+    (warning,) = check_same_law({"law": law}, "r.json", training, True)
+    assert shown in str(caught.value) and shown in warning
+
+
+def test_a_results_file_of_an_earlier_version_says_what_it_says():
+    training = training_law({"MODEL": "org/m"}, [])
+    old = {name: value for name, value in MEASURED.items() if name != "chat_template_kwargs"}
+    assert check_same_law({"law": old}, "r.json", training, False) == []
+    (warning,) = check_same_law({}, "r.json", training, False)
+    assert "does not say under which law" in warning
+
+
+def test_a_sweep_is_not_planned_on_a_recommendation_of_another_law(tmp_path):
+    results = {"group_size_law": {"G_star": 8.0, "powers_of_two": [8]}, "law": {**MEASURED, "top_p": 0.95}}
+    (tmp_path / "r.json").write_text(json.dumps(results))
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "MODEL": "org/m"}
+
+    def plan(*more):
+        command = ["bash", SWEEP, "--sweep_dir", tmp_path / "s", "--recommended", tmp_path / "r.json", "--dry_run", *more]
+        return subprocess.run(command, capture_output=True, text=True, env={**environment, "TRAIN_FILES": "absent.parquet"})
+
+    done = plan()
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "measured with top_p 0.95" in done.stderr
+    for more in (["--allow_mismatch"], ["--", "actor_rollout_ref.rollout.top_p=0.95"]):  # then it comes to the data files
+        done = plan(*more)
+        assert "1 runs, 0 of them finished; sizes 8" in done.stderr and "absent.parquet: no such file" in done.stderr
+        assert ("going on as --allow_mismatch says" in done.stderr) == (more == ["--allow_mismatch"])
+
+
+@pytest.mark.parametrize("reason", ["no reward ever differed: all ...", "c3 = -1 is not above 0", "c1 cannot be told from 0"])
+def test_a_law_without_an_answer_is_refused_with_its_reason(reason):
+    law = {"G_star": None, "powers_of_two": None, "within_10_percent": None, "reasons": {"G_star": reason}}
+    with pytest.raises(UserError, match="^r.json: group_size_law recommends no size: .*; give --group_sizes$") as caught:
+        recommended_sizes({"group_size_law": law}, "r.json", SIZES)
+    assert reason in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_law_of_rewards_that_never_differ_is_refused_by_the_sweep():
+    law = group_size_law(np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4)), n_bootstrap=50)
+    with pytest.raises(UserError, match="no reward ever differed"):
+        recommended_sizes({"group_size_law": law}, "r.json", SIZES)
+
+
+def test_a_plan_keeps_what_is_done_and_adds_what_is_new(tmp_path):
+    make_plan(tmp_path, [8, 4], [0, 1], BUDGETS)
+    mark(tmp_path, "g4_seed1", "finished", 0)
+    mark(tmp_path, "g8_seed0", "failed", 7)
+    runs = make_plan(tmp_path, [4, 16], [1], BUDGETS)["runs"]
+    status = {(run["group_size"], run["seed"]): run["status"] for run in runs}
+    assert status == {(4, 0): "pending", (4, 1): "finished", (8, 0): "failed", (8, 1): "pending", (16, 1): "pending"}
+    assert read_manifest(tmp_path)["runs"] == runs and read_manifest(tmp_path)["budget"] == 1024
+
+
+def test_a_plan_refuses_sizes_outside_the_budget_and_another_budget_before_it_writes(tmp_path):
+    with pytest.raises(UserError, match="--group_sizes 3 does not divide --budget 1024; these do: 2, 4, 8"):
+        make_plan(tmp_path / "a", [4, 3], [0], BUDGETS)
+    assert not (tmp_path / "a").exists()
+    make_plan(tmp_path, [4], [0], BUDGETS)
+    with pytest.raises(UserError, match="made with --budget 1024, not 512; give another --sweep_dir"):
+        make_plan(tmp_path, [4], [0], {**BUDGETS, "budget": 512})
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"runs": [1]}', '{"runs": [{"group_size": 4}]}'])
+def test_a_damaged_manifest_is_one_line(tmp_path, text):
+    (tmp_path / "manifest.json").write_text(text)
+    with pytest.raises(UserError, match="manifest.json"):
+        read_manifest(tmp_path)
+
+
+def test_todo_lists_the_unfinished_runs_that_are_asked_for(tmp_path, capsys):
+    make_plan(tmp_path, [4, 8], [0, 1], BUDGETS)
+    mark(tmp_path, "g4_seed0", "finished", 0)
+    main(["todo", "--sweep_dir", str(tmp_path), "--group_sizes", "4", "--seeds", "0", "1"])
+    assert capsys.readouterr().out.split("\0")[:-1] == ["4", "1", "g4_seed1"]
+
+
+# the shell script, with a stand-in for the launcher's python (the manifest is real)
+
+STAND_IN = """#!/usr/bin/env bash
+# Plays launch.py and VERL: leaves a plan unless it is a dry run, "trains", fails or is interrupted as told.
+if [[ $1 == -m ]]; then
+  echo "$*" >>"$WITNESS"
+  [[ "$*" == *"$FAIL_AT"* && -n $FAIL_AT ]] && exit "$FAIL_CODE"
+  exit 0
+fi
+plan="$3"; shift 3
+for ((i = 1; i <= $#; i++)); do
+  [[ ${!i} == --dry_run ]] && { echo "dry $*" >>"$WITNESS"; echo "the settings"; exit 0; }
+  if [[ ${!i} == --run_dir ]]; then j=$((i + 1)); run="${!j}"; fi
+done
+mkdir -p "$run/logs"
+printf '%s\\0' -m verl.trainer.main_ppo "$@" >"$plan/command"
+printf 'WANDB_MODE=disabled\\0' >"$plan/environment"
+printf '%s\\0' "$run" "$run/logs/console_1.log" >"$plan/places"
+"""
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """run(*flags, fail_at, code) -> finished process; every call of python is a line of tmp_path/witness."""
+    home = tmp_path / "an env"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "python").write_text(STAND_IN)
+    (home / "bin" / "python").chmod(0o755)
+
+    def run(*flags, fail_at="", code=7, **variables):
+        (tmp_path / "witness").unlink(missing_ok=True)
+        (tmp_path / "witness").touch()
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "FAIL_AT": fail_at,
+            "WITNESS": str(tmp_path / "witness"),
+            "FAIL_CODE": str(code),
+            **variables,
+        }
+        command = ["bash", SWEEP, "--env", home, "--sweep_dir", "my sweep", "--group_sizes", "4", "8", *flags]
+        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+
+    return run
+
+
+def lines(tmp_path):
+    called = (tmp_path / "witness").read_text().splitlines()
+    return [line for line in called if line.startswith("dry")], [line for line in called if line.startswith("-m")]
+
+
+def test_a_sweep_checks_every_run_first_then_trains_each_and_skips_the_finished(sweep, tmp_path):
+    done = sweep("--seeds", "0", "1", "--", "trainer.save_freq=50", "+x='a  b'")
+    assert done.returncode == 0, done.stderr
+    checked, trained = lines(tmp_path)
+    assert len(checked) == len(trained) == 4
+    assert all(line.endswith("-- trainer.save_freq=50 +x='a  b'") for line in trained)
+    assert "--group_size 4 --seed 1" in trained[1] and f"--run_dir {tmp_path}/my sweep/g4_seed1" in trained[1]
+    assert {run["status"] for run in read_manifest(tmp_path / "my sweep")["runs"]} == {"finished"}
+    assert sweep("--seeds", "0", "1").returncode == 0 and lines(tmp_path) == ([], [])
+
+
+def test_a_failed_run_does_not_stop_the_others_and_is_tried_again(sweep, tmp_path):
+    done = sweep(fail_at="--group_size 4")
+    assert done.returncode == 1 and "1 of the runs failed" in done.stderr
+    runs = read_manifest(tmp_path / "my sweep")["runs"]
+    ends = {run["run_dir"]: (run["status"], run["exit_code"]) for run in runs}
+    assert ends == {"g4_seed0": ("failed", 7), "g8_seed0": ("finished", 0)}
+    assert sweep().returncode == 0
+    assert ["--group_size 4" in line for line in lines(tmp_path)[1]] == [True]
+
+
+def test_an_interrupted_sweep_stops_and_goes_on_with_the_same_command(sweep, tmp_path):
+    done = sweep(fail_at="--group_size 4", code=143)
+    assert done.returncode == 143 and "the same command goes on" in done.stderr
+    assert [run["status"] for run in read_manifest(tmp_path / "my sweep")["runs"]] == ["interrupted", "pending"]
+    assert sweep().returncode == 0 and len(lines(tmp_path)[1]) == 2
+
+
+def test_a_dry_run_checks_all_and_writes_nothing(sweep, tmp_path):
+    done = sweep("--dry_run")
+    assert done.returncode == 0 and len(lines(tmp_path)[0]) == 2 and not lines(tmp_path)[1]
+    assert done.stdout.splitlines() == ["the settings", "all 2 runs can start; shown is the first"]  # once, not for every run
+    assert not (tmp_path / "my sweep").exists()
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--budget", "1000"], "--group_sizes 8 does not divide --epoch_budget 100"),
+        (["--recommended", "absent.json"], "give one of them"),
+        (["--seeds", "-1"], "--seeds"),
+        (["--sizes", "4"], "--sizes"),
+        (["--env"], "--env: a value is missing"),
+    ],
+)
+def test_a_wrong_sweep_is_one_line_and_exit_code_2_before_anything_runs(sweep, tmp_path, flags, message):
+    done = sweep(*flags, EPOCH_BUDGET="100")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and message in done.stderr, done.stderr
+    assert lines(tmp_path) == ([], []) and not (tmp_path / "my sweep" / "manifest.json").exists()
+
+
+def test_a_recommendation_that_is_not_there_is_one_line_and_exit_code_2(tmp_path):
+    (tmp_path / "r.json").write_text(json.dumps({"group_size_law": {"G_star": None}}))
+    command = ["bash", SWEEP, "--sweep_dir", tmp_path / "s", "--recommended", tmp_path / "r.json"]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+    assert "recommends no admissible size" in done.stderr
+    assert not (tmp_path / "s").exists()
