@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from readme_commands import (
+    PAGES,
     ROOT,
     Command,
     check,
@@ -96,6 +97,18 @@ def test_commands_are_found_in_indented_blocks_continued_lines_and_running_text(
         (["python", "a.py", "--b", "c d"], {"X": "1"}),
         (["make", "x"], {}),
     ]
+
+
+def test_every_page_and_every_link_between_pages_exists():
+    assert sorted(PAGES) == sorted(["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+    for name in PAGES:
+        text = (ROOT / name).read_text()
+        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+            path, _, anchor = target.partition("#")
+            linked = (ROOT / name).parent / path if path else ROOT / name
+            assert linked.exists(), f"{name}: {target}"
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in [re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings], target
 
 
 def test_what_make_runs_is_checked_too():
