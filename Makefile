@@ -27,8 +27,8 @@ demo: .venv/installed
 		--save_json $(DEMO) --plot_path $(DEMO)
 
 lint: .venv/installed
-	$(BIN)/ruff format --check --quiet .
-	$(BIN)/ruff check --quiet .
+	$(BIN)/python -m ruff format --check --quiet .
+	$(BIN)/python -m ruff check --quiet .
 
 test: lint
 	$(BIN)/python -m pytest -q -m "not slow" tests

@@ -119,7 +119,7 @@ def check_python(arguments: Sequence[str]) -> None:
         parse(arguments[0], arguments[1:])
         return
     module, rest = arguments[1], list(arguments[2:])
-    assert module in ("pytest", "verl.model_merger"), f"-m {module}: teach tests/readme_commands.py to check it"
+    assert module in ("pytest", "ruff", "verl.model_merger"), f"-m {module}: teach tests/readme_commands.py to check it"
     if module == "pytest":
         check_paths(rest)
         markers = re.findall(r'"(\w+): ', (ROOT / "pyproject.toml").read_text())

@@ -154,38 +154,19 @@ ADDED = {
     SCRIPTS + "run_tracecov.py": [*TOKENS, "--K_list", "4", "8", "--M", "4"],
     "Policy_Optimization/train_group_sizes.py": [
         *TOKENS,
-        "--steps",
-        "1",
-        "--seeds",
-        "1",
-        "--group_sizes",
-        "2",
-        "4",
-        "--budget",
-        "8",
-        "--n_train",
-        "4",
-        "--n_held_out",
-        "2",
-        "--eval_samples",
-        "2",
-        "--overwrite",
+        *"--steps 1 --seeds 1 --group_sizes 2 4 --budget 8 --n_train 4 --n_held_out 2 --eval_samples 2 --overwrite".split(),
     ],
     "data/prepare_parquet.py jsonl": ["--val_size", "1"],
     "data/prepare_parquet.py gsm8k": ["--train", "gsm8k.jsonl", "--val", "gsm8k.jsonl"],
-    "Policy_Optimization/grpo_train.sh --dry_run --model data/tiny_model": [
-        "--budget",
-        "16",
-        "--update_budget",
-        "16",
-        "--gpus_per_node",
-        "1",
-    ],
+    "Policy_Optimization/grpo_train.sh --dry_run --model data/tiny_model": (
+        "--budget 16 --update_budget 16 --gpus_per_node 1".split()
+    ),
     "Policy_Optimization/grpo_train.sh": ["--dry_run"],
     "Policy_Optimization/sweep_group_size.sh --recommended": ["--dry_run", "--seeds", "0"],
     "Policy_Optimization/sweep_group_size.sh": ["--dry_run", "--seeds", "0", "--group_sizes", "32"],
     "plots/": [],
     "-m pytest": None,  # the tests themselves
+    "-m ruff": None,  # make test runs it before them
     "tests/bench.py": None,  # hours, and a model of 270 MB
     "tests/verl_cpu/train_for_real.py": None,  # half an hour, and an environment of 4 GB
     "-m verl.model_merger": None,  # needs a checkpoint of several GPUs
