@@ -12,7 +12,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN = .venv/bin
 DEMO = outputs/demo
-RESULTS ?= $(DEMO)/tracecov_tiny_model.json
+RESULTS ?= outputs/demo/tracecov_tiny_model.json
 
 .PHONY: demo lint test test-all report clean
 
@@ -36,8 +36,11 @@ test: lint
 test-all: .venv/installed
 	$(BIN)/python -m pytest -q tests
 
+# as it was given: a path may hold a space, a quote or a dollar
+report: export REPORTED := $(value RESULTS)
 report: .venv/installed
-	@$(BIN)/python plots/make_report.py $(RESULTS)
+	@if [ -f "$$REPORTED" ]; then set -- "$$REPORTED"; else eval "set -- $$REPORTED"; fi && \
+		$(BIN)/python plots/make_report.py "$$@"
 
 clean:
 	rm -rf $(DEMO)

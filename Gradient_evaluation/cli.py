@@ -41,7 +41,12 @@ def run(main: Callable[[], None]) -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        main()
+        try:
+            main()
+        except OSError:
+            _flush_output("\n")  # if printing is what failed, it fails again, with one line
+            raise
+        _flush_output()
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
@@ -50,6 +55,16 @@ def run(main: Callable[[], None]) -> None:
         if message:
             print(message, file=sys.stderr)
         sys.exit(130)
+
+
+def _flush_output(more: str = "") -> None:
+    """Write what is printed so far, and ``more``. Raises UserError where that fails: a full disk, or a pipe that nobody reads."""
+    try:
+        sys.stdout.write(more)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest again when it ends
+        raise UserError(f"what is printed cannot be written ({error.strerror or error}); send it elsewhere") from None
 
 
 def one_line_while_importing() -> None:

@@ -31,14 +31,9 @@ def describe(results: dict) -> str:
     return describe_each([results])[0]
 
 
-def unescaped(results: dict) -> str:
-    """``describe`` for text that matplotlib does not draw: no dollar sign is escaped."""
-    return describe(results).replace(r"\$", "$")
-
-
 def in_one_line(results: dict, otherwise: str) -> str:
-    """``unescaped`` for a heading: ``"tiny_model (temperature 1, top_p 0.95)"``; else ``otherwise``."""
-    model, _, law = unescaped(results).partition("\n")
+    """``describe`` for a heading: ``"tiny_model (temperature 1, top_p 0.95)"``; else ``otherwise``."""
+    model, _, law = describe(results).partition("\n")
     return f"{model} ({law})" if law else model or otherwise
 
 
@@ -70,4 +65,4 @@ def _text(facts: dict, differing: Sequence[str]) -> str:
     more = [IF_DIFFERENT[name].format(facts[name]) for name in differing if facts.get(name) is not None]
     model = Path(str(facts["model"])).name if facts.get("model") else ""
     lines = [model, ", ".join(parts), *more]
-    return "\n".join(line.replace("$", r"\$") for line in lines if line)
+    return "\n".join(line for line in lines if line)

@@ -11,6 +11,7 @@ prompts on two busy cores.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -111,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     notebook = execute(
         {
             "RESULTS": str(first),
-            "COMPARE": os.pathsep.join(map(str, others)),
-            "TRAINING": os.pathsep.join(str(path.resolve()) for path in flags.training),
+            "COMPARE": json.dumps([str(path) for path in others]),  # any path: also one with a colon
+            "TRAINING": json.dumps([str(path.resolve()) for path in flags.training]),
         }
     )
     with one_line_errors(out, "write"):

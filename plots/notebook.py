@@ -9,6 +9,7 @@ Needs IPython, which every notebook has. Nothing is looked for outside this mach
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,8 +36,16 @@ def setting(name: str, default: str | None = None) -> Path | None:
 
 
 def settings(name: str) -> list[Path]:
-    """The paths in the environment variable ``name``, separated as in PATH (``:``; ``;`` on Windows); [] without it."""
-    return [ROOT / value for value in os.environ.get(name, "").split(os.pathsep) if value]
+    """The paths in the environment variable ``name``; [] without it.
+
+    Separated as in PATH (``:``; ``;`` on Windows), or a JSON list, which takes any path: ``["a:b/tracecov.json"]``.
+    """
+    text = os.environ.get(name, "")
+    try:
+        values = json.loads(text) if text.startswith("[") else text.split(os.pathsep)
+    except ValueError:  # a path that begins with a bracket
+        values = text.split(os.pathsep)
+    return [ROOT / value for value in values if value]
 
 
 def plot_training_beside(results: Path):

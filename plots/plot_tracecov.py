@@ -31,6 +31,7 @@ from plots.describe import describe, describe_each  # noqa: E402
 from plots.style import (
     CURVES,
     Curve,
+    as_written,
     finish,
     group_size_axis,
     new_ax,
@@ -230,7 +231,7 @@ def plot_by_estimator(results: Sequence[dict], labels: Sequence[str] | None = No
     for ax in axes:
         ax.set_ylim(min(low), max(high))
     entries = max(axes, key=lambda ax: len(ax.containers)).get_legend_handles_labels()
-    figure.legend(*entries, loc="outside lower center", ncols=2, frameon=False, fontsize="small")
+    as_written(figure.legend(*entries, loc="outside lower center", ncols=2, frameon=False, fontsize="small"))
     return figure, axes
 
 

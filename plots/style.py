@@ -7,13 +7,15 @@ Nothing here touches matplotlib's global settings.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, StrMethodFormatter
+from matplotlib.text import Text
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, StrMethodFormatter
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.stats.estimators import label_of
@@ -40,12 +42,16 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 LINES = ("-", "--", "-.", ":")
 
+UNDRAWABLE = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")  # all but the line break
+
 COLUMN = 3.5  # inches: one column of a two-column page
 
 
 def numbered(number: int, label: str = "") -> Curve:
     """The look of the ``number``-th of several curves, from 0."""
     kinds = (COLOURS, MARKERS, LINES)
+    # matplotlib leaves a curve out of the legend where its name begins with an underscore
+    label = f" {label}" if label.startswith("_") else label
     return Curve(label, *(kind[number % len(kind)] for kind in kinds))
 
 
@@ -75,13 +81,28 @@ def group_size_axis(ax, sizes: Sequence[int]) -> None:
 
 
 def finish(ax, title: str | None = None, /, **legend) -> None:
-    """Faint grid, title if there is one, and a legend (``legend``: matplotlib's settings) if a curve has a name."""
+    """Faint grid, title if there is one, and a legend (``legend``: matplotlib's settings) if a curve has a name.
+
+    Call it last: every text of the panel is then drawn letter for letter (``as_written``).
+    """
     ax.grid(True, alpha=0.3, linewidth=0.6)
     if title:
-        ax.set_title(title, parse_math=False)  # a name of a file or a model may hold a dollar
+        ax.set_title(title)
     if ax.get_legend_handles_labels()[1]:
-        for text in ax.legend(**{"frameon": False, "fontsize": "small", **legend}).get_texts():
-            text.set_parse_math(False)
+        as_written(ax.legend(**{"frameon": False, "fontsize": "small", **legend}))
+    # numbers at ticks may be formulas, 10^2 say; names at ticks (set_xticks makes them a function) are not
+    named = [axis for axis in (ax.xaxis, ax.yaxis) if isinstance(axis.get_major_formatter(), FuncFormatter)]
+    as_written(ax.title, ax.xaxis.label, ax.yaxis.label, *ax.texts, *(text for axis in named for text in axis.get_ticklabels()))
+
+
+def as_written(*artists) -> None:
+    """Draw every text in these artists letter for letter, never as a formula: names of files and models may hold a dollar.
+
+    What no font and no SVG file can hold (half a character, a control character) becomes a question mark.
+    """
+    for text in (text for artist in artists for text in artist.findobj(Text)):
+        text.set_parse_math(False)
+        text.set_text(UNDRAWABLE.sub("?", text.get_text()))
 
 
 def note(ax, text: str) -> None:

@@ -77,7 +77,7 @@ def _json_line_records(path: Path, data: bytes) -> Iterator[Record]:
         try:
             record = parse_json(line, where)
         except UserError:
-            if number == len(lines) and line.lstrip()[:1] == b"{":
+            if number == len(lines) and b"\r" not in line.strip() and line.lstrip()[:1] == b"{":
                 raise UserError(f"{where}: the file ends in the middle of this line; remove or complete it") from None
             raise
         yield where, _as_record(record, where)
@@ -92,14 +92,30 @@ def _json_list_records(path: Path, data: bytes) -> Iterator[Record]:
 def parse_json(data: bytes, where: str) -> Any:
     """``data`` as JSON; NaN and Infinity become the floats. UserError, starting with ``where``, if it is none."""
     try:
-        return json.loads(data.decode())
+        return json.loads(data.decode(), object_pairs_hook=_without_repeated_names)
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from None
     except RecursionError:
         raise UserError(f"{where}: not usable JSON: nested too deeply") from None
+    except RepeatedName as error:
+        raise UserError(f"{where}: the name {error.args[0]!r} stands twice in one JSON object; remove one of the two") from None
     except ValueError as error:
+        if b"\r" in data.strip() and b"\n" not in data:
+            raise UserError(f"{where}: its lines end in a carriage return alone; save the file with line feeds") from None
         reason = re.sub(r": line 1 (column \d+).*", r" at \1", str(error))
         raise UserError(f"{where}: not JSON: {reason}") from None
+
+
+class RepeatedName(Exception):
+    """A name that a JSON object holds twice."""
+
+
+def _without_repeated_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RepeatedName(next(name for name in names if names.count(name) > 1))
+    return found
 
 
 def _as_record(record: Any, where: str) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 import itertools
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
@@ -25,6 +29,7 @@ from plots.plot_training import plot_by_group_size, plot_by_step
 from plots.style import COLOURS, COLUMN, CURVES, new_figure, numbered, save_figure
 from plots.training_logs import Run
 
+ROOT = Path(__file__).resolve().parents[1]
 RUNS = [Run(f"g{size}_seed{seed}", size, seed, {0: 0.1, 9: 0.3 + seed / 9}) for size in (4, 8) for seed in (0, 1)]
 PICTURES = {
     "plot_tracecov": lambda m, ax: plot_tracecov(m.results, ax=ax, label="m"),
@@ -112,6 +117,62 @@ def test_colours_are_okabe_and_itos_and_readable_on_white():
     assert all(a != b for a, b in itertools.combinations(looks, 2))
 
 
+ODD = ("_{$x_{$", r"\$\frac{^%", "a$b$ & <script>", "half \udcff a\x01 name")
+
+
+def odd_runs() -> list[Run]:
+    return [Run(name, None, None, {0: 0.1, 9: 0.3}) for name in ODD]
+
+
+def with_odd_reasons() -> dict:
+    made = of(ODD[0])
+    made["conditional_on_x"]["naive"] = [None] * len(made["K_list"])
+    return {**made, "reasons": {"estimators.naive.trace_cov": "of $x_{$"}}
+
+
+def odd_modules() -> dict:
+    made = deep()
+    made["by_layer"]["modules"] = [
+        name.replace("lm_head", "$x_{$").replace("mlp.down_proj", "_$y^{$").replace("norm", "n$^$")
+        for name in made["by_layer"]["modules"]
+    ]
+    return made
+
+
+@pytest.mark.parametrize(
+    "draw_odd",
+    [
+        lambda: plot_tracecov(with_odd_reasons(), label="$x_{$"),
+        lambda: plot_tracecov(of(ODD[0], stop=["$x_{$", "\\$"]), label="odd", log_y=True),
+        lambda: plot_compared([of(name) for name in ODD], "grpo"),
+        lambda: plot_by_estimator([of(name, stop=[name]) for name in ODD], labels=list(ODD)),
+        lambda: plot_group_size(law(), label=ODD[0]),
+        lambda: plot_layers(odd_modules(), 4),
+        lambda: plot_module_kinds(odd_modules(), 4),
+        lambda: plot_by_step(odd_runs()),
+    ],
+)
+def test_no_name_is_drawn_as_a_formula_whatever_its_letters(draw_odd, tmp_path):
+    figure, _ = draw_odd()
+    ElementTree.parse(save_figure(figure, tmp_path / "odd.svg"))
+    seen = [text for text in figure.findobj(Text) if text.get_visible() and "$" in text.get_text()]
+    formulas = [text.get_text() for text in seen if text.get_parse_math()]
+    assert all("\\mathdefault" in text for text in formulas)  # matplotlib's own numbers at ticks
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_output_that_cannot_be_printed_is_one_line(tmp_path):
+    code = "from Gradient_evaluation.cli import run; run(lambda: print('a'))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith("error: what is printed")
+
+
+def test_a_curve_whose_name_begins_with_an_underscore_is_in_the_legend():
+    _, ax = plot_by_step(odd_runs())
+    assert [text.get_text().strip() for text in ax.get_legend().get_texts()] == [*ODD[:3], "half ? a? name"]
+
+
 def of(model="org/base", temperature=1.0, **more) -> dict:
     table = more.pop("table", "outputs/zero_shot/oracle.jsonl")
     return results(
@@ -136,7 +197,7 @@ def of(model="org/base", temperature=1.0, **more) -> dict:
         (of(), "base\ntemperature 1, top_p 0.95"),
         (of(temperature=0.7, top_k=40, stop=["\n"]), "base\ntemperature 0.7, top_p 0.95, top_k 40, stop '\\n'"),
         (of(scoring="published"), "base\ntemperature 1, top_p 0.95, published scoring"),
-        (of(model="a$b$c"), "a\\$b\\$c\ntemperature 1, top_p 0.95"),  # not a formula
+        (of(model="a$b$c"), "a$b$c\ntemperature 1, top_p 0.95"),  # not a formula
         (results(), ""),
         ({"law": None, "config": [1]}, ""),
     ],

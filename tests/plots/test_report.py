@@ -318,6 +318,21 @@ def test_make_report_of_a_missing_file_is_one_line_and_fails(tmp_path):
     assert ours == ["error: missing.json: no such file; give a tracecov_*.json written by run_tracecov.py"]
 
 
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_report_hands_on_any_path_as_it_is_and_several_in_quotes(tmp_path):
+    place = stub_environment(tmp_path)
+    (place / ".venv" / "bin" / "python").write_text('#!/bin/sh\nshift\nprintf "%s\\n" "$@"\n')
+    odd = "a b'c\"d$e#f%g:\u4e2d.json"
+    (place / odd).touch()
+    for given, reported in (
+        (odd, [odd]),
+        ("x.json y.json", ["x.json", "y.json"]),
+        ("'x y.json' z.json", ["x y.json", "z.json"]),
+    ):
+        done = subprocess.run(["make", "report", f"RESULTS={given}"], cwd=place, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.splitlines()) == (0, reported), done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_report_writes_it_beside_the_results(small_run, tmp_path):
@@ -352,6 +367,10 @@ def test_relative_settings_start_at_the_repository(monkeypatch):
     assert setting("RESULTS", "a/b.json") == ROOT / "a/b.json" and setting("RESULTS") is None
     monkeypatch.setenv("RESULTS", os.pathsep.join(["x.json", "/y.json"]))
     assert settings("RESULTS") == [ROOT / "x.json", Path("/y.json")]
+    monkeypatch.setenv("RESULTS", json.dumps(["a:b.json", "/y;z.json", "[1].json"]))
+    assert settings("RESULTS") == [ROOT / "a:b.json", Path("/y;z.json"), ROOT / "[1].json"]
+    monkeypatch.setenv("RESULTS", "[1].json")
+    assert settings("RESULTS") == [ROOT / "[1].json"]
     monkeypatch.setenv("RESULTS", "")
     assert settings("RESULTS") == [] and setting("RESULTS", "z.json") == ROOT / "z.json"
 

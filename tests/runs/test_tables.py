@@ -131,6 +131,9 @@ def test_same_prompt_with_another_ground_truth_is_another_row(tmp_path):
     [
         ("torn last line", line(OTHER)[:-20], "ends in the middle of this line"),
         ("torn inside a character", '{"prompt": "\u2212'.encode()[:-1], "ends in the middle of this line"),
+        ("lines that end in CR alone", (line(OTHER) * 2).replace(b"\n", b"\r"), "end in a carriage return alone"),
+        ("a name twice", line(OTHER).replace(b"}", b', "V_oracle": 1}'), "the name 'V_oracle' stands twice"),
+        ("a name twice inside", line(OTHER, x=1).replace(b"1}", b'{"a": 1, "a": 2}}'), "the name 'a' stands twice"),
         ("not JSON", b"hello\n", "not JSON"),
         ("binary", b"\x00\x01\x02\n", "not JSON"),
         ("not UTF-8", b'{"prompt": "\xff"}\n', "not UTF-8"),
