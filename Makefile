@@ -1,6 +1,7 @@
 # Each target sets itself up in .venv on a fresh machine with python3 >= 3.10.
 #   make demo       the main job on the shipped tiny model; everything it writes is under outputs/demo
-#   make test       the tests (about five minutes on two cores)
+#   make test       the linter and the tests (about five minutes on two cores)
+#   make lint       ruff alone: format and lint
 #   make test-all   all of them, the long ones included
 #   make report     every picture of a run in one HTML file: make report RESULTS=outputs/qwen/tracecov_qwen.json
 #                   (several results files in quotes: they are drawn beside the first)
@@ -13,7 +14,7 @@ BIN = .venv/bin
 DEMO = outputs/demo
 RESULTS ?= $(DEMO)/tracecov_tiny_model.json
 
-.PHONY: demo test test-all report clean
+.PHONY: demo lint test test-all report clean
 
 # a model this small gains nothing from threads, and loses much on a busy machine
 demo: export OMP_NUM_THREADS ?= 1
@@ -25,7 +26,11 @@ demo: .venv/installed
 		--oracle_table $(DEMO)/oracle_v_n400_tiny_model.jsonl --K_list 4 8 16 32 64 --M 4 --gen_bs 256 \
 		--save_json $(DEMO) --plot_path $(DEMO)
 
-test: .venv/installed
+lint: .venv/installed
+	$(BIN)/python -m ruff format --check --quiet .
+	$(BIN)/python -m ruff check --quiet .
+
+test: lint
 	$(BIN)/python -m pytest -q -m "not slow" tests
 
 test-all: .venv/installed

@@ -1,6 +1,9 @@
 """Every test runs offline, from any working directory, and may use a small part of the machine."""
 
+import json
 import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -60,3 +63,51 @@ def small_run(tmp_path_factory):
         finally:
             sys.argv = argv
     return folder
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory):
+    """A folder with a model over four tokens and its tokenizer; 13 outcomes of at most two tokens."""
+    from tiny_models import enumerable_policy, tiny_tokenizer
+
+    folder = tmp_path_factory.mktemp("policy") / "four tokens"
+    enumerable_policy(vocabulary=4, seed=6).save_pretrained(folder)
+    tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def problems(tmp_path_factory):
+    from scripts import ANSWERS, PROMPTS
+
+    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "ground_truth": a, "kind": "x"}) + "\n" for p, a in zip(PROMPTS, ANSWERS)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def table(policy, problems, tmp_path_factory):
+    from scripts import oracle
+
+    out = tmp_path_factory.mktemp("oracle")
+    assert oracle(policy, problems, out)[0] == 0
+    return out / "oracle_v_n400_four tokens.jsonl"
+
+
+@pytest.fixture(scope="session")
+def undisturbed(policy, table, tmp_path_factory):
+    from scripts import ended, start, tracecov_flags
+
+    out = tmp_path_factory.mktemp("undisturbed")
+    assert ended(start(tracecov_flags(policy, table, out)))[0] == 0  # a process as those it is compared with
+    return out
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of 64 KiB, where this machine lets us mount one."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    yield tmp_path
+    subprocess.run(["umount", tmp_path], check=True)

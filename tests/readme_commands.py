@@ -1,4 +1,4 @@
-"""What commands do the READMEs hold, and would each start? Every word of them, against the parsers and files there are.
+"""What commands do README.md and docs/ hold, and would each start? Every word of them, against the parsers and files there are.
 
 for command in readme_commands(): check(command)        # AssertionError says what is wrong with it
 """
@@ -19,6 +19,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+# README.md and what it links, in the order in which a person's commands build on each other
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in "prompts estimators long_runs files limits costs paper training method".split()),
+)
 INSTALLED = ("-o", ".venv/installed", "-o", "outputs/verl_cpu/venv/installed")  # what make is to take as done
 PROGRAMS = ("python", ".venv/bin/python", "torchrun", "bash", "make", "pip", "ray", "wandb", "jupyter", "export")
 WRITTEN_BY = ("--out", "--out_dir", "--save_json", "--plot_path", "--run_dir", "--sweep_dir", "--target_dir", "--local_dir")
@@ -60,8 +65,8 @@ def commands_in(block: str) -> Iterator[Command]:
 
 
 def readme_text() -> str:
-    """README.md, and what it leaves to the README of Policy_Optimization."""
-    return "\n".join((ROOT / name).read_text() for name in ("README.md", "Policy_Optimization/README.md"))
+    """README.md and the pages of docs/, in the order in which one would follow them."""
+    return "\n".join((ROOT / name).read_text() for name in PAGES)
 
 
 def readme_commands(text: str | None = None) -> list[Command]:
@@ -114,10 +119,10 @@ def check_python(arguments: Sequence[str]) -> None:
         parse(arguments[0], arguments[1:])
         return
     module, rest = arguments[1], list(arguments[2:])
-    assert module in ("pytest", "verl.model_merger"), f"-m {module}: teach tests/readme_commands.py to check it"
+    assert module in ("pytest", "ruff", "verl.model_merger"), f"-m {module}: teach tests/readme_commands.py to check it"
     if module == "pytest":
         check_paths(rest)
-        markers = re.findall(r"^    (\w+):", (ROOT / "tests" / "pytest.ini").read_text(), re.MULTILINE)
+        markers = re.findall(r'"(\w+): ', (ROOT / "pyproject.toml").read_text())
         chosen = rest[rest.index("-m") + 1] if "-m" in rest else ""
         assert set(re.findall(r"\w+", chosen)) <= {"not", "and", "or", *markers}, f"-m {chosen}: no such marker"
         others = [word for word in rest if word.startswith("-") and word not in ("-m", "-q", "-x")]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_runs import ORACLE, ROOT, ended, start, torchrun
+from scripts import ORACLE, ROOT, ended, start, torchrun
 from test_sampling import PROMPT, frequencies_agree
 from tiny_models import enumerable_policy, enumerate_outcomes, random_continuations, tiny_model, tiny_tokenizer
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from readme_commands import (
+    PAGES,
     ROOT,
     Command,
     check,
@@ -98,6 +99,18 @@ def test_commands_are_found_in_indented_blocks_continued_lines_and_running_text(
     ]
 
 
+def test_every_page_and_every_link_between_pages_exists():
+    assert sorted(PAGES) == sorted(["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))])
+    for name in PAGES:
+        text = (ROOT / name).read_text()
+        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+            path, _, anchor = target.partition("#")
+            linked = (ROOT / name).parent / path if path else ROOT / name
+            assert linked.exists(), f"{name}: {target}"
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in [re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings], target
+
+
 def test_what_make_runs_is_checked_too():
     for target in ("demo", "test", "test-all", "report"):
         lines = make_lines([target])
@@ -141,38 +154,19 @@ ADDED = {
     SCRIPTS + "run_tracecov.py": [*TOKENS, "--K_list", "4", "8", "--M", "4"],
     "Policy_Optimization/train_group_sizes.py": [
         *TOKENS,
-        "--steps",
-        "1",
-        "--seeds",
-        "1",
-        "--group_sizes",
-        "2",
-        "4",
-        "--budget",
-        "8",
-        "--n_train",
-        "4",
-        "--n_held_out",
-        "2",
-        "--eval_samples",
-        "2",
-        "--overwrite",
+        *"--steps 1 --seeds 1 --group_sizes 2 4 --budget 8 --n_train 4 --n_held_out 2 --eval_samples 2 --overwrite".split(),
     ],
     "data/prepare_parquet.py jsonl": ["--val_size", "1"],
     "data/prepare_parquet.py gsm8k": ["--train", "gsm8k.jsonl", "--val", "gsm8k.jsonl"],
-    "Policy_Optimization/grpo_train.sh --dry_run --model data/tiny_model": [
-        "--budget",
-        "16",
-        "--update_budget",
-        "16",
-        "--gpus_per_node",
-        "1",
-    ],
+    "Policy_Optimization/grpo_train.sh --dry_run --model data/tiny_model": (
+        "--budget 16 --update_budget 16 --gpus_per_node 1".split()
+    ),
     "Policy_Optimization/grpo_train.sh": ["--dry_run"],
     "Policy_Optimization/sweep_group_size.sh --recommended": ["--dry_run", "--seeds", "0"],
     "Policy_Optimization/sweep_group_size.sh": ["--dry_run", "--seeds", "0", "--group_sizes", "32"],
     "plots/": [],
     "-m pytest": None,  # the tests themselves
+    "-m ruff": None,  # make test runs it before them
     "tests/bench.py": None,  # hours, and a model of 270 MB
     "tests/verl_cpu/train_for_real.py": None,  # half an hour, and an environment of 4 GB
     "-m verl.model_merger": None,  # needs a checkpoint of several GPUs

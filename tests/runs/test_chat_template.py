@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pandas
 import pytest
+from scripts import call, one_line_error, read, rows_of
 from test_prompting import BOS_TEMPLATE, CHAT, PLAIN_TEMPLATE, USER, shown, tiny_tokenizer
-from test_scripts import call, one_line_error, read, rows_of
 
 from Gradient_evaluation import calculate_oracle_v, run_tracecov
 from Gradient_evaluation.chat_template import Chat, chat_of

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_scripts import FLAGS, call, one_line_error, policy, problems, read, rows_of  # noqa: F401 (fixtures)
+from scripts import FLAGS, call, one_line_error, read, rows_of
 
 from Gradient_evaluation import calculate_oracle_v, run_tracecov, utils
 from Gradient_evaluation.errors import UserError
@@ -34,7 +34,7 @@ def graded_reward(monkeypatch):
     monkeypatch.setitem(utils.REWARDS, "integer", Reward(utils.REWARDS["integer"].check, graded))
 
 
-def measure(policy, problems, out, *more, capsys=None):  # noqa: F811
+def measure(policy, problems, out, *more, capsys=None):
     flags = ("--model", policy, *FLAGS)
     assert call(calculate_oracle_v, "--dataset", problems, "--n_oracle", 60, "--out_dir", out, *flags)[0] == 0
     table = out / "oracle_v_n60_four tokens.jsonl"
@@ -43,7 +43,7 @@ def measure(policy, problems, out, *more, capsys=None):  # noqa: F811
     )
 
 
-def test_both_scripts_the_results_and_every_picture_take_graded_rewards(graded_reward, policy, problems, tmp_path, capsys):  # noqa: F811
+def test_both_scripts_the_results_and_every_picture_take_graded_rewards(graded_reward, policy, problems, tmp_path, capsys):
     code, out, err = measure(policy, problems, tmp_path, "--estimators", "all", "--budget", 16, capsys=capsys)
     assert code == 0, err
     assert "mean V" in out and ", from -" in out and "V = 0" not in out
@@ -93,7 +93,7 @@ def test_both_scripts_the_results_and_every_picture_take_graded_rewards(graded_r
 @pytest.mark.parametrize("bad, shown", [(float("nan"), "nan"), (float("inf"), "inf"), (None, "None"), ("yes", "'yes'")])
 def test_a_reward_that_is_no_finite_number_is_one_line_that_names_the_prompt(
     bad, shown, monkeypatch, policy, problems, tmp_path, capsys
-):  # noqa: F811
+):
     monkeypatch.setitem(utils.REWARDS, "integer", Reward(utils.REWARDS["integer"].check, lambda text, gold: bad))
     outcome = call(
         calculate_oracle_v,
@@ -167,7 +167,7 @@ def test_the_standard_error_of_graded_rewards_is_the_samples_and_unknown_where_t
         assert found["V_standard_error"] is None and found["V_standard_error_kind"] == "unknown" and found["V_oracle"] == 0.1
 
 
-def test_results_of_an_earlier_version_are_computed_again_from_their_grams(policy, problems, tmp_path, capsys):  # noqa: F811
+def test_results_of_an_earlier_version_are_computed_again_from_their_grams(policy, problems, tmp_path, capsys):
     assert measure(policy, problems, tmp_path, "--skip_plot")[0] == 0
     path = tmp_path / "tracecov_four tokens.json"
     results = read(path)

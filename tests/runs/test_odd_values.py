@@ -5,7 +5,7 @@ from decimal import Decimal
 import pyarrow
 import pyarrow.parquet
 import pytest
-from test_scripts import call  # noqa: F401
+from scripts import call
 
 from Gradient_evaluation import calculate_oracle_v, run_tracecov
 from Gradient_evaluation.runs.oracle_table import check_ground_truths, load_oracle_table

@@ -10,16 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_scripts import (
-    PROMPTS,
-    call,
-    detailed_rows,
-    one_line_error,
-    read,
-    rows_of,
-    table,  # noqa: F401
-    tracecov,
-)
+from scripts import PROMPTS, call, detailed_rows, one_line_error, read, rows_of, tracecov
 from tiny_models import tiny_tokenizer
 
 from data.make_arithmetic import make_problems
@@ -100,7 +91,7 @@ def test_every_published_flag_keeps_its_name_its_values_and_its_default(script, 
         assert parsed(script, monkeypatch, *needed, "--skip_plot").skip_plot
 
 
-def test_without_a_folder_for_the_results_a_run_says_so_in_one_line(table, tmp_path, monkeypatch, capsys):  # noqa: F811
+def test_without_a_folder_for_the_results_a_run_says_so_in_one_line(table, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for source in (("--oracle_table", table), ("--from_grams", tmp_path)):
         one_line_error(call(run_tracecov, *source, capsys=capsys), "--save_json", "required")
@@ -136,7 +127,7 @@ def test_fewer_prompts_are_the_first_of_more():
         assert tracecov_run.drawn(50, 8, subsample, 5) == more[:8] != sorted(more[:8])
 
 
-def test_a_run_measures_the_prompts_of_the_released_script_and_numbers_them_as_it_does(policy, table, tmp_path):  # noqa: F811
+def test_a_run_measures_the_prompts_of_the_released_script_and_numbers_them_as_it_does(policy, table, tmp_path):
     flags, seen = ("--K_list", 4, "--M", 1, "--seed", 3), []
     for name, more, choice in (
         ("a", (), (400,)),
@@ -167,7 +158,7 @@ def test_a_run_measures_the_prompts_of_the_released_script_and_numbers_them_as_i
     assert read(tmp_path / "again" / "tracecov_four tokens_K4_detailed.json")["prompt_results"] == seen[2]
 
 
-def test_prompts_are_taken_in_the_drawn_order_and_more_of_them_keep_the_grams(policy, table, tmp_path, monkeypatch):  # noqa: F811
+def test_prompts_are_taken_in_the_drawn_order_and_more_of_them_keep_the_grams(policy, table, tmp_path, monkeypatch):
     flags = ("--K_list", 4, "--M", 1, "--seed", 3)
     args = parsed(
         run_tracecov,
@@ -210,7 +201,7 @@ def as_of_old(out):
     detailed.write_text(json.dumps(detailed_rows(detailed)))
 
 
-def test_a_folder_begun_with_the_first_rows_goes_on_and_says_what_it_leaves_unused(policy, table, tmp_path, capsys):  # noqa: F811
+def test_a_folder_begun_with_the_first_rows_goes_on_and_says_what_it_leaves_unused(policy, table, tmp_path, capsys):
     flags, results = ("--K_list", 4, "--M", 1, "--seed", 3), tmp_path / "all" / "tracecov_four tokens.json"
     assert tracecov(policy, table, tmp_path / "all", *flags)[0] == 0
     as_of_old(tmp_path / "all")
@@ -241,7 +232,7 @@ def test_a_folder_begun_with_the_first_rows_goes_on_and_says_what_it_leaves_unus
 
 
 @pytest.fixture(scope="module")
-def small(policy, table, tmp_path_factory):  # noqa: F811
+def small(policy, table, tmp_path_factory):
     out = tmp_path_factory.mktemp("small")
     assert tracecov(policy, table, out, "--K_list", 2, 4, "--M", 3)[0] == 0
     return out
@@ -285,7 +276,7 @@ def test_what_the_detailed_file_held_before_is_still_in_its_rows(small):
         assert "best_baseline" in row["trace_cov"] and row["ground_truth"] == row["gold"] and "mean_reward" in row
 
 
-def test_a_ground_truth_that_is_text_is_an_integer_under_gold_where_it_is_one(policy, table, tmp_path):  # noqa: F811
+def test_a_ground_truth_that_is_text_is_an_integer_under_gold_where_it_is_one(policy, table, tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text(
         "".join(json.dumps({**row, "ground_truth": f"so\n#### {row['ground_truth']}"}) + "\n" for row in rows_of(table))
@@ -296,7 +287,7 @@ def test_a_ground_truth_that_is_text_is_an_integer_under_gold_where_it_is_one(po
     assert found[0]["ground_truth"].startswith("so\n####")
 
 
-def test_a_table_in_parquet_is_taken_as_the_same_in_jsonl(policy, table, tmp_path):  # noqa: F811
+def test_a_table_in_parquet_is_taken_as_the_same_in_jsonl(policy, table, tmp_path):
     import pandas
 
     rows = [

@@ -8,18 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from test_runs import RESULTS, tracecov_flags, undisturbed  # noqa: F401
-from test_scripts import (
-    call,
-    detailed_rows,
-    one_line_error,
-    oracle,
-    read,
-    rows_of,
-    table,  # noqa: F401
-    tracecov,
-)
-from test_tables import small_disk  # noqa: F401
+from scripts import RESULTS, call, detailed_rows, one_line_error, oracle, read, rows_of, tracecov, tracecov_flags
 from tiny_models import enumerable_policy, tiny_tokenizer
 
 from Gradient_evaluation import calculate_oracle_v, run_tracecov
@@ -28,13 +17,13 @@ from Gradient_evaluation.runs import gram_store
 # ------------------------------------------------------------------------------------------------ another model
 
 
-def changed(policy, tmp_path, **config):  # noqa: F811
+def changed(policy, tmp_path, **config):
     folder = shutil.copytree(policy, tmp_path / "other" / "four tokens", dirs_exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**read(folder / "config.json"), **config}))
     return folder
 
 
-def test_what_the_blocks_come_from_is_said_in_flags(policy, table, tmp_path, capsys):  # noqa: F811
+def test_what_the_blocks_come_from_is_said_in_flags(policy, table, tmp_path, capsys):
     flags = ("--K_list", 4, 8, "--M", 2, "--T", 2)
     assert tracecov(policy, table, tmp_path, *flags)[0] == 0
     for changed_flags, then, now in (
@@ -53,7 +42,7 @@ def test_what_the_blocks_come_from_is_said_in_flags(policy, table, tmp_path, cap
     )
 
 
-def test_results_that_are_replaced_by_fewer_are_named_and_come_back(policy, table, tmp_path, capsys):  # noqa: F811
+def test_results_that_are_replaced_by_fewer_are_named_and_come_back(policy, table, tmp_path, capsys):
     whole = ("--K_list", 2, 4, 8, "--M", 2, "--estimators", "dr_grpo")
     assert tracecov(policy, table, tmp_path, *whole, capsys=capsys)[2].count("note: ") == 0
     before = (tmp_path / RESULTS).read_bytes()
@@ -72,7 +61,7 @@ def test_results_that_are_replaced_by_fewer_are_named_and_come_back(policy, tabl
     assert "note" not in tracecov(policy, table, tmp_path, "--K_list", 8, "--M", 2, "--T", 3, "--overwrite", capsys=capsys)[2]
 
 
-def test_messages_in_any_form_are_continued(policy, tmp_path):  # noqa: F811
+def test_messages_in_any_form_are_continued(policy, tmp_path):
     data = tmp_path / "data.jsonl"
     forms = ([{"role": "user", "content": "13", "name": None}], [{"role": "user", "content": [{"type": "text", "text": "2"}]}])
     data.write_text("".join(json.dumps({"prompt": p, "ground_truth": 1}) + "\n" for p in forms))
@@ -85,13 +74,13 @@ def test_messages_in_any_form_are_continued(policy, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("kind", ["lacks", "has another shape for"])
-def test_a_checkpoint_that_lacks_weights_is_refused(policy, problems, tmp_path, capsys, kind):  # noqa: F811
+def test_a_checkpoint_that_lacks_weights_is_refused(policy, problems, tmp_path, capsys, kind):
     config = {"n_layer": 2} if kind == "lacks" else {"n_positions": 32}
     one_line_error(oracle(changed(policy, tmp_path, **config), problems, tmp_path / "a", capsys=capsys), "--model", kind)
     assert not list((tmp_path / "a").glob("*.jsonl"))
 
 
-def test_encoder_decoders_and_bidirectional_models_are_refused(policy, problems, tmp_path, capsys):  # noqa: F811
+def test_encoder_decoders_and_bidirectional_models_are_refused(policy, problems, tmp_path, capsys):
     from transformers import BartConfig, BartForConditionalGeneration, BertConfig, BertForMaskedLM
 
     small = dict(vocab_size=8, max_position_embeddings=64)
@@ -119,7 +108,7 @@ def test_encoder_decoders_and_bidirectional_models_are_refused(policy, problems,
         assert one_line[0] == 2 and reason in one_line[2].splitlines()[-1], one_line
 
 
-def test_another_template_or_config_is_not_mixed_in(policy, problems, table, tmp_path, capsys):  # noqa: F811
+def test_another_template_or_config_is_not_mixed_in(policy, problems, table, tmp_path, capsys):
     lines = table.read_bytes().splitlines(keepends=True)
     template = changed(policy, tmp_path)
     (template / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] * 2 }}{% endfor %}")
@@ -134,7 +123,7 @@ def test_another_template_or_config_is_not_mixed_in(policy, problems, table, tmp
     )
 
 
-def test_a_model_without_its_tokenizer_or_with_anothers_is_refused(policy, problems, tmp_path, capsys):  # noqa: F811
+def test_a_model_without_its_tokenizer_or_with_anothers_is_refused(policy, problems, tmp_path, capsys):
     folder = changed(policy, tmp_path)
     tiny_tokenizer(("<eos>", "7", "8", "9", "0", "1", "2", "3")).save_pretrained(folder)
     one_line_error(oracle(folder, problems, tmp_path / "a", capsys=capsys), "line 1", "do not belong together")
@@ -145,13 +134,13 @@ def test_a_model_without_its_tokenizer_or_with_anothers_is_refused(policy, probl
 @pytest.mark.parametrize(
     "name, data", [("tokenizer.json", "{}"), ("config.json", "[]"), ("config.json", "{"), ("model.safetensors", "short")]
 )
-def test_a_damaged_model_is_one_line(policy, problems, tmp_path, capsys, name, data):  # noqa: F811
+def test_a_damaged_model_is_one_line(policy, problems, tmp_path, capsys, name, data):
     folder = changed(policy, tmp_path)
     (folder / name).write_text(data)
     one_line_error(oracle(folder, problems, tmp_path / "a", "--overwrite", capsys=capsys), "--model")
 
 
-def test_overwrite_removes_nothing_before_the_model_is_known_to_load(policy, problems, table, tmp_path, capsys):  # noqa: F811
+def test_overwrite_removes_nothing_before_the_model_is_known_to_load(policy, problems, table, tmp_path, capsys):
     folder = changed(policy, tmp_path)
     (folder / "model.safetensors").write_bytes(b"short")
     out = tmp_path / "out"
@@ -162,14 +151,14 @@ def test_overwrite_removes_nothing_before_the_model_is_known_to_load(policy, pro
 
 
 @pytest.mark.parametrize("change", [{"V_oracle": "high"}, {"V_oracle": None}, {"V_oracle": 0.99}, {"prompt": None}])
-def test_a_row_of_the_own_table_that_was_damaged_is_named(policy, problems, table, tmp_path, capsys, change):  # noqa: F811
+def test_a_row_of_the_own_table_that_was_damaged_is_named(policy, problems, table, tmp_path, capsys, change):
     rows = rows_of(table)
     rows[1] |= change
     (tmp_path / table.name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     one_line_error(oracle(policy, problems, tmp_path, capsys=capsys), "line 2")
 
 
-def test_a_gram_file_of_another_prompt_is_refused(policy, table, undisturbed, tmp_path, capsys):  # noqa: F811
+def test_a_gram_file_of_another_prompt_is_refused(policy, table, undisturbed, tmp_path, capsys):
     out = shutil.copytree(undisturbed, tmp_path / "copy")
     first, second = sorted((out / "grams").glob("[0-9a-f]*.npz"))[:2]
     shutil.copy(first, second)
@@ -180,7 +169,7 @@ def test_a_gram_file_of_another_prompt_is_refused(policy, table, undisturbed, tm
 # ------------------------------------------------------------------------------------------------ bad input
 
 
-def test_long_prompts_are_skipped_and_counted_by_flag(policy, table, tmp_path, capsys):  # noqa: F811
+def test_long_prompts_are_skipped_and_counted_by_flag(policy, table, tmp_path, capsys):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": p, "ground_truth": 1}) + "\n" for p in ("1" * 63, "13", "2" * 62, "1" * 70)))
     code, out, _ = oracle(policy, data, tmp_path / "out", "--skip_long", capsys=capsys)
@@ -199,7 +188,7 @@ def test_long_prompts_are_skipped_and_counted_by_flag(policy, table, tmp_path, c
     one_line_error(oracle(policy, data, tmp_path / "none", "--skip_long", capsys=capsys), "every one of the 1")
 
 
-def test_all_input_is_checked_before_the_model_is_loaded(policy, problems, table, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_all_input_is_checked_before_the_model_is_loaded(policy, problems, table, tmp_path, capsys, monkeypatch):
     for script in (calculate_oracle_v, run_tracecov):
         monkeypatch.setattr(script, "load_model", None)
     bad = tmp_path / "bad.jsonl"
@@ -210,7 +199,7 @@ def test_all_input_is_checked_before_the_model_is_loaded(policy, problems, table
     assert not (tmp_path / "a").exists()
 
 
-def test_code_that_comes_with_a_checkpoint_runs_by_flag_only(policy, problems, tmp_path, capsys):  # noqa: F811
+def test_code_that_comes_with_a_checkpoint_runs_by_flag_only(policy, problems, tmp_path, capsys):
     folder = shutil.copytree(policy, tmp_path / "with code")
     config = read(folder / "config.json")
     config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}}
@@ -232,7 +221,7 @@ class Trap:
         return (open, (str(self.path), "w"))
 
 
-def test_pickled_weights_are_never_read_beside_safetensors_and_never_run_code(policy, problems, table, tmp_path, capsys):  # noqa: F811
+def test_pickled_weights_are_never_read_beside_safetensors_and_never_run_code(policy, problems, table, tmp_path, capsys):
     trap = Trap()
     trap.path = tmp_path / "ran"
     both = shutil.copytree(policy, tmp_path / "a" / "four tokens")
@@ -251,7 +240,7 @@ def test_pickled_weights_are_never_read_beside_safetensors_and_never_run_code(po
     assert not trap.path.exists()
 
 
-def test_a_full_disk_is_one_line_and_what_was_done_is_kept(policy, problems, table, small_disk, tmp_path_factory, capsys):  # noqa: F811
+def test_a_full_disk_is_one_line_and_what_was_done_is_kept(policy, problems, table, small_disk, tmp_path_factory, capsys):
     long = tmp_path_factory.mktemp("long") / "long.jsonl"  # rows of about a page, so that the disk fills half way
     long.write_text("".join(json.dumps({**row, "note": "x" * 3500}) + "\n" for row in rows_of(problems)))
     path, ballast = small_disk / table.name, small_disk / "ballast"
@@ -272,7 +261,7 @@ def test_a_full_disk_is_one_line_and_what_was_done_is_kept(policy, problems, tab
     one_line_error(call(run_tracecov, *flags, capsys=capsys), "cannot write it")  # 64 KiB do not hold all the results
 
 
-def test_a_read_only_folder_is_one_line_before_any_work(policy, problems, table, small_disk, capsys):  # noqa: F811
+def test_a_read_only_folder_is_one_line_before_any_work(policy, problems, table, small_disk, capsys):
     if subprocess.run(["mount", "-o", "remount,ro", small_disk], capture_output=True).returncode:
         pytest.skip("cannot make a mount read-only here")
     one_line_error(oracle(policy, problems, small_disk, capsys=capsys), "cannot be written to")
@@ -280,13 +269,13 @@ def test_a_read_only_folder_is_one_line_before_any_work(policy, problems, table,
     one_line_error(oracle(policy, problems, small_disk / "new", capsys=capsys), "cannot create this folder")
 
 
-def test_a_folder_that_cannot_be_made_is_one_line_before_any_work(policy, problems, table, tmp_path, capsys):  # noqa: F811
+def test_a_folder_that_cannot_be_made_is_one_line_before_any_work(policy, problems, table, tmp_path, capsys):
     (tmp_path / "file").touch()
     one_line_error(oracle(policy, problems, tmp_path / "file" / "out", capsys=capsys), "cannot create this folder")
     one_line_error(tracecov(policy, table, tmp_path / "file" / "out", capsys=capsys), "cannot create this folder")
 
 
-def test_a_damaged_gram_file_is_named_and_never_averaged_in(policy, table, undisturbed, tmp_path, capsys):  # noqa: F811
+def test_a_damaged_gram_file_is_named_and_never_averaged_in(policy, table, undisturbed, tmp_path, capsys):
     out = shutil.copytree(undisturbed, tmp_path / "copy")
     (out / RESULTS).unlink()
     path = sorted((out / "grams").glob("[0-9a-f]*.npz"))[2]

@@ -18,7 +18,25 @@ import time
 import numpy as np
 import pytest
 import torch
-from test_scripts import FLAGS, ROOT, call, one_line_error, oracle, policy, problems, read, rows_of, table, tracecov  # noqa: F401
+from scripts import (
+    ORACLE,
+    RESULTS,
+    ROOT,
+    call,
+    ended,
+    files_of,
+    held_by,
+    one_line_error,
+    oracle,
+    oracle_flags,
+    read,
+    rows_of,
+    start,
+    torchrun,
+    tracecov,
+    tracecov_flags,
+    wait_for,
+)
 from tiny_models import enumerable_policy, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
@@ -30,95 +48,10 @@ from Gradient_evaluation.runs.memory import Batch
 from Gradient_evaluation.runs.processes import Processes
 from Gradient_evaluation.runs.resume import only_writer, part_of
 
-ORACLE, TRACECOV = (ROOT / "Gradient_evaluation" / name for name in ("calculate_oracle_v.py", "run_tracecov.py"))
-RESULTS = "tracecov_four tokens.json"
-
-
-def oracle_flags(policy, problems, out, *more):
-    return [ORACLE, "--model", policy, "--dataset", problems, "--n_oracle", 400, "--out_dir", out, *FLAGS, *more]
-
-
-def tracecov_flags(policy, table, out, *more):
-    return [
-        TRACECOV,
-        "--model",
-        policy,
-        "--oracle_table",
-        table,
-        "--save_json",
-        out,
-        "--skip_plot",
-        "--K_list",
-        4,
-        8,
-        "--M",
-        3,
-        *FLAGS,
-        *more,
-    ]
-
-
-def start(flags, **settings):
-    """One of the scripts as a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, *map(str, flags)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings
-    )
-
-
-def ended(process, limit=300):
-    out, err = process.communicate(timeout=limit)
-    return process.returncode, out, err
-
-
-def torchrun(flags, processes=2):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return ended(subprocess.Popen([*command, *map(str, flags)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
-
-
-def wait_for(condition, process):
-    deadline = time.monotonic() + 240
-    while True:
-        over = process.poll() is not None  # asked first: it may end between the two questions
-        if condition():
-            return
-        assert not over and time.monotonic() < deadline, process.communicate()
-        time.sleep(0.01)
-
-
-def held_by(lock, process):
-    try:
-        return str(process.pid) in lock.read_text()
-    except FileNotFoundError:
-        return False
-
-
-def files_of(folder):
-    """{name: content} of a folder of results, without what tells the time or this command from the other."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            found[str(path.relative_to(folder))] = path.read_bytes()
-            if path.name == RESULTS:
-                results = read(path)
-                found[str(path.relative_to(folder))] = {
-                    **results,
-                    "seconds": 0,
-                    "config": {**results["config"], "save_json": 0, "plot_path": 0},
-                }
-    return found
-
-
-@pytest.fixture(scope="module")
-def undisturbed(policy, table, tmp_path_factory):  # noqa: F811
-    out = tmp_path_factory.mktemp("undisturbed")
-    assert ended(start(tracecov_flags(policy, table, out)))[0] == 0  # a process as those it is compared with
-    return out
-
-
 # ------------------------------------------------------------------------------------------------ finished
 
 
-def test_a_finished_oracle_run_says_so_without_loading_the_model(policy, problems, table, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_a_finished_oracle_run_says_so_without_loading_the_model(policy, problems, table, tmp_path, capsys, monkeypatch):
     shutil.copy(table, tmp_path)
     monkeypatch.setattr(oracle_run, "load_model", None)  # a call would be a TypeError
     code, out, _ = oracle(policy, problems, tmp_path, capsys=capsys)
@@ -126,7 +59,7 @@ def test_a_finished_oracle_run_says_so_without_loading_the_model(policy, problem
     assert (tmp_path / table.name).read_bytes() == table.read_bytes() and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_finished_tracecov_run_says_so_without_loading_the_model(policy, table, undisturbed, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_a_finished_tracecov_run_says_so_without_loading_the_model(policy, table, undisturbed, tmp_path, capsys, monkeypatch):
     out = shutil.copytree(undisturbed, tmp_path / "copy")
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.rglob("*") if path.is_file()}
     flags = tracecov_flags(policy, table, out)[1:]
@@ -143,7 +76,7 @@ def test_a_finished_tracecov_run_says_so_without_loading_the_model(policy, table
 
 def test_a_finished_run_of_other_weights_under_the_same_name_is_not_taken_for_this_one(
     policy, problems, table, undisturbed, tmp_path, capsys
-):  # noqa: F811
+):
     other = tmp_path / "four tokens"
     enumerable_policy(vocabulary=4, seed=7).save_pretrained(other)
     tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(other)
@@ -154,7 +87,7 @@ def test_a_finished_run_of_other_weights_under_the_same_name_is_not_taken_for_th
     one_line_error(call(run_tracecov, *flags, "--allow_mismatch", capsys=capsys), "model_fingerprint")
 
 
-def test_oracle_values_that_changed_since_are_used(policy, table, undisturbed, tmp_path):  # noqa: F811
+def test_oracle_values_that_changed_since_are_used(policy, table, undisturbed, tmp_path):
     changed, out = tmp_path / "changed.jsonl", shutil.copytree(undisturbed, tmp_path / "copy")
     rows = [{**row, "V_oracle": 0.5, "correct_count": 200} for row in rows_of(table)]
     changed.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -165,7 +98,7 @@ def test_oracle_values_that_changed_since_are_used(policy, table, undisturbed, t
     assert {record.oracle_value for record in gram_store.load_all(out / "grams")} == {0.5}
 
 
-def test_a_table_is_not_continued_with_another_data_set(policy, table, tmp_path, capsys):  # noqa: F811
+def test_a_table_is_not_continued_with_another_data_set(policy, table, tmp_path, capsys):
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps({"prompt": "2", "ground_truth": 22}) + "\n")
     out = tmp_path / "out"
@@ -175,14 +108,14 @@ def test_a_table_is_not_continued_with_another_data_set(policy, table, tmp_path,
     assert (out / table.name).read_bytes() == table.read_bytes()
 
 
-def test_a_data_set_that_grew_is_continued_in_its_own_order(policy, problems, table, tmp_path):  # noqa: F811
+def test_a_data_set_that_grew_is_continued_in_its_own_order(policy, problems, table, tmp_path):
     rows = rows_of(table)
     (tmp_path / table.name).write_text("".join(json.dumps(rows[i], ensure_ascii=False) + "\n" for i in (3, 1)))
     assert oracle(policy, problems, tmp_path)[0] == 0
     assert (tmp_path / table.name).read_bytes() == table.read_bytes()
 
 
-def test_gram_files_that_do_not_say_what_made_them_are_left_alone(policy, table, tmp_path, capsys):  # noqa: F811
+def test_gram_files_that_do_not_say_what_made_them_are_left_alone(policy, table, tmp_path, capsys):
     (tmp_path / "grams").mkdir()
     (tmp_path / "grams" / "mine.npz").write_bytes(b"precious")
     one_line_error(tracecov(policy, table, tmp_path, "--K_list", 4, "--M", 1, capsys=capsys), "grams", "--overwrite")
@@ -192,7 +125,7 @@ def test_gram_files_that_do_not_say_what_made_them_are_left_alone(policy, table,
 # ------------------------------------------------------------------------------------------------ two at once, Ctrl-C
 
 
-def test_the_second_of_two_processes_is_refused_and_writes_nothing(policy, problems, table, tmp_path, capsys):  # noqa: F811
+def test_the_second_of_two_processes_is_refused_and_writes_nothing(policy, problems, table, tmp_path, capsys):
     with only_writer(tmp_path / table.name), only_writer(tmp_path / "grams"):
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
         one_line_error(oracle(policy, problems, tmp_path, capsys=capsys), table.name, f"process {os.getpid()}")
@@ -221,7 +154,7 @@ def test_a_lock_is_free_again_once_its_process_was_killed(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["oracle", "tracecov"])
-def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(policy, problems, table, undisturbed, tmp_path, script):  # noqa: F811
+def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(policy, problems, table, undisturbed, tmp_path, script):
     flags, made = {
         "oracle": (oracle_flags(policy, problems, tmp_path), lambda: (tmp_path / table.name).exists()),
         "tracecov": (tracecov_flags(policy, table, tmp_path), lambda: list((tmp_path / "grams").glob("[0-9a-f]*.npz"))),
@@ -248,7 +181,7 @@ def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(policy, problems
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["oracle", "tracecov"])
-def test_a_run_killed_at_ten_random_moments_ends_with_the_same_bytes(policy, problems, table, undisturbed, tmp_path, script):  # noqa: F811
+def test_a_run_killed_at_ten_random_moments_ends_with_the_same_bytes(policy, problems, table, undisturbed, tmp_path, script):
     flags = {"oracle": oracle_flags(policy, problems, tmp_path), "tracecov": tracecov_flags(policy, table, tmp_path)}[script]
     lock = tmp_path / f".{table.name if script == 'oracle' else 'grams'}.lock"
     generator, kills, lasts = np.random.default_rng(0), 0, 5.0
@@ -281,7 +214,7 @@ def test_a_run_killed_at_ten_random_moments_ends_with_the_same_bytes(policy, pro
 # ------------------------------------------------------------------------------------------------ several processes
 
 
-def test_two_processes_leave_what_one_leaves(policy, problems, table, undisturbed, tmp_path):  # noqa: F811
+def test_two_processes_leave_what_one_leaves(policy, problems, table, undisturbed, tmp_path):
     code, out, err = torchrun(oracle_flags(policy, problems, tmp_path / "oracle"))
     assert code == 0 and out.count("mean V") == 1, err
     assert (tmp_path / "oracle" / table.name).read_bytes() == table.read_bytes()
@@ -302,7 +235,7 @@ def test_every_prompt_is_taken_by_exactly_one_process_and_a_slow_one_holds_up_no
     assert (slow, quick, list(shares[0])) == (0, [1, 2, 3, 4, 5, 6], [])
 
 
-def test_what_several_processes_left_is_continued_by_any_number(policy, problems, table, tmp_path):  # noqa: F811
+def test_what_several_processes_left_is_continued_by_any_number(policy, problems, table, tmp_path):
     lines = table.read_bytes().splitlines(keepends=True)
     path = tmp_path / table.name
     path.write_bytes(lines[1])
@@ -312,14 +245,14 @@ def test_what_several_processes_left_is_continued_by_any_number(policy, problems
     assert path.read_bytes() == table.read_bytes() and [file.name for file in tmp_path.iterdir()] == [table.name]
 
 
-def test_bad_input_under_torchrun_is_said_once(policy, tmp_path):  # noqa: F811
+def test_bad_input_under_torchrun_is_said_once(policy, tmp_path):
     code, _, err = torchrun(oracle_flags(policy, tmp_path / "missing.jsonl", tmp_path / "out"))
     assert code != 0 and err.count("error: ") == 1 and "missing.jsonl" in err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_fails_the_job_by_name_and_the_rest_is_kept(policy, table, tmp_path):  # noqa: F811
+def test_a_process_that_fails_fails_the_job_by_name_and_the_rest_is_kept(policy, table, tmp_path):
     """A prompt whose token has a weight that is not finite: whoever meets it ends the job, and mending it continues."""
     broken = tmp_path / "four tokens"
     shutil.copytree(policy, broken)
@@ -339,7 +272,7 @@ def test_a_process_that_fails_fails_the_job_by_name_and_the_rest_is_kept(policy,
 
 
 @pytest.mark.parametrize("script", ["oracle", "tracecov"])
-def test_progress_is_shown_on_a_terminal_alone(policy, problems, table, tmp_path, script):  # noqa: F811
+def test_progress_is_shown_on_a_terminal_alone(policy, problems, table, tmp_path, script):
     flags = {"oracle": oracle_flags(policy, problems, tmp_path), "tracecov": tracecov_flags(policy, table, tmp_path)}[script]
     terminal, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
@@ -395,7 +328,7 @@ def test_a_batch_halves_until_it_fits_says_so_and_stays(error, capsys):
 
 def test_with_less_memory_blocks_and_batches_shrink_and_the_results_say_so(
     policy, table, undisturbed, tmp_path, monkeypatch, capsys
-):  # noqa: F811
+):
     """A model that takes no more than five sequences at a time, as if on a small GPU."""
 
     def load(*args):
@@ -416,7 +349,7 @@ def test_with_less_memory_blocks_and_batches_shrink_and_the_results_say_so(
         np.testing.assert_allclose(small.log_probs, whole.log_probs, rtol=1e-9)
 
 
-def test_gradient_checkpointing_changes_no_number_and_may_be_switched_when_continuing(policy, table, undisturbed, tmp_path):  # noqa: F811
+def test_gradient_checkpointing_changes_no_number_and_may_be_switched_when_continuing(policy, table, undisturbed, tmp_path):
     out = shutil.copytree(undisturbed, tmp_path / "copy")
     redone = sorted((out / "grams").glob("[0-9a-f]*.npz"))[:2]
     for path in redone:
@@ -497,7 +430,7 @@ def test_large_temporaries_go_back_to_the_system_and_small_ones_are_kept():
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="--max_memory on a CPU needs Linux")
-def test_a_memory_limit_ends_with_the_measuring(policy, table, tmp_path):  # noqa: F811
+def test_a_memory_limit_ends_with_the_measuring(policy, table, tmp_path):
     import resource
 
     before = resource.getrlimit(resource.RLIMIT_DATA)

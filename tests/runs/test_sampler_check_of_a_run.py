@@ -4,9 +4,9 @@ import itertools
 import json
 
 import pytest
+from scripts import call, one_line_error, oracle, read, tracecov
 from test_estimators import make_records
 from test_sampler_check import longrope_model
-from test_scripts import call, one_line_error, oracle, policy, problems, read, table, tracecov  # noqa: F401
 from tiny_models import tiny_tokenizer
 
 from Gradient_evaluation import calculate_oracle_v
@@ -17,7 +17,7 @@ from Gradient_evaluation.stats.summary import _on_policy_warning, summarise
 FEW = ("--K_list", 4, "--M", 4)
 
 
-def test_a_run_reports_the_check_and_a_continued_one_keeps_it_byte_for_byte(policy, table, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_a_run_reports_the_check_and_a_continued_one_keeps_it_byte_for_byte(policy, table, tmp_path, capsys, monkeypatch):
     code, out, _ = tracecov(policy, table, tmp_path, *FEW, capsys=capsys)
     results = tmp_path / "tracecov_four tokens.json"
     check, before = read(results)["checks"]["sampler_check"], (tmp_path / "grams" / "checks.json").read_bytes()
@@ -32,12 +32,7 @@ def test_a_run_reports_the_check_and_a_continued_one_keeps_it_byte_for_byte(poli
 
 @pytest.mark.parametrize("scoring", ["exact", "published"])
 def test_a_run_whose_sampler_decodes_under_other_positions_stops_in_one_line_before_any_gram(
-    policy,
-    table,
-    tmp_path,  # noqa: F811
-    capsys,
-    monkeypatch,
-    scoring,
+    policy, table, tmp_path, capsys, monkeypatch, scoring
 ):
     counted = sampling.position_ids
     monkeypatch.setattr(sampling, "position_ids", lambda padding, tokens: counted(padding, tokens) + 3)
@@ -64,7 +59,7 @@ def test_the_warning_needs_more_on_few_prompts_and_comes_on_the_positive_side_on
     assert _on_policy_warning(50.0, 4) is None and _on_policy_warning(None, 40) is None
 
 
-def test_a_warning_in_the_results_is_printed_and_exact_scoring_gives_none(policy, tmp_path, capsys):  # noqa: F811
+def test_a_warning_in_the_results_is_printed_and_exact_scoring_gives_none(policy, tmp_path, capsys):
     prompts = ["".join(p) for length in (1, 2, 3) for p in itertools.product("123", repeat=length)]
     rows = [{"prompt": p, "ground_truth": 3, "V_oracle": 0.5, "n_oracle": 10} for p in prompts]
     given = tmp_path / "table.jsonl"
@@ -101,7 +96,7 @@ def test_a_longrope_prompt_that_crosses_the_original_length_is_refused_before_th
     one_line_error(done, "LongRoPE", "lower --max_new_tokens")
 
 
-def test_an_oracle_table_is_not_begun_with_a_sampler_of_another_law(policy, problems, tmp_path, capsys, monkeypatch):  # noqa: F811
+def test_an_oracle_table_is_not_begun_with_a_sampler_of_another_law(policy, problems, tmp_path, capsys, monkeypatch):
     counted = sampling.position_ids
     monkeypatch.setattr(sampling, "position_ids", lambda padding, tokens: counted(padding, tokens) + 3)
     one_line_error(oracle(policy, problems, tmp_path, capsys=capsys), "line 1", "not one law")

@@ -5,94 +5,20 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scripts import ANSWERS, PROMPTS, ROOT, call, detailed_rows, one_line_error, oracle, read, rows_of, tracecov
 from tiny_models import enumerable_policy, enumerate_outcomes, tiny_tokenizer
 
-from Gradient_evaluation import calculate_oracle_v, cli, run_tracecov
+from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.sampling.generate import SamplingLaw
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.utils import integer_reward
 
-ROOT = Path(__file__).resolve().parents[2]
-PROMPTS = ["13", "2", "321", "31", "122"]
-ANSWERS = [33, 22, 33, 11, 33]
-FLAGS = ["--dtype", "float64", "--device", "cpu", "--max_new_tokens", "2", "--top_p", "0.9", "--temperature", "1.3"]
 LAW = SamplingLaw(temperature=1.3, top_p=0.9, max_new_tokens=2)
-
-
-@pytest.fixture(scope="session")
-def policy(tmp_path_factory):
-    """A folder with a model over four tokens and its tokenizer; 13 outcomes of at most two tokens."""
-    folder = tmp_path_factory.mktemp("policy") / "four tokens"
-    enumerable_policy(vocabulary=4, seed=6).save_pretrained(folder)
-    tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def problems(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "problems.jsonl"
-    path.write_text("".join(json.dumps({"prompt": p, "ground_truth": a, "kind": "x"}) + "\n" for p, a in zip(PROMPTS, ANSWERS)))
-    return path
-
-
-def call(script, *arguments, capsys=None):
-    """Run a script's main in this process → (exit code, stdout, stderr)."""
-    argv, sys.argv = sys.argv, [script.__file__, *map(str, arguments)]
-    try:
-        cli.run(script.main)
-        code = 0
-    except SystemExit as end:
-        code = end.code
-    finally:
-        sys.argv = argv
-    captured = capsys.readouterr() if capsys else None
-    return code, captured and captured.out, captured and captured.err
-
-
-def oracle(policy, problems, out, *more, capsys=None):
-    return call(
-        calculate_oracle_v,
-        "--model",
-        policy,
-        "--dataset",
-        problems,
-        "--n_oracle",
-        400,
-        "--out_dir",
-        out,
-        *FLAGS,
-        *more,
-        capsys=capsys,
-    )
-
-
-def tracecov(policy, table, out, *more, capsys=None):
-    return call(
-        run_tracecov,
-        "--model",
-        policy,
-        "--oracle_table",
-        table,
-        "--save_json",
-        out,
-        "--skip_plot",
-        *FLAGS,
-        *more,
-        capsys=capsys,
-    )
-
-
-@pytest.fixture(scope="session")
-def table(policy, problems, tmp_path_factory):
-    out = tmp_path_factory.mktemp("oracle")
-    assert oracle(policy, problems, out)[0] == 0
-    return out / "oracle_v_n400_four tokens.jsonl"
 
 
 @pytest.fixture(scope="session")
@@ -100,19 +26,6 @@ def measured(policy, table, tmp_path_factory):
     out = tmp_path_factory.mktemp("tracecov")
     assert tracecov(policy, table, out, "--K_list", 8, 2, "4,3", "--M", 60)[0] == 0
     return out
-
-
-def read(path):
-    return json.loads(Path(path).read_text())
-
-
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def detailed_rows(path):
-    """The prompts of a detailed file, in the order of the oracle table."""
-    return sorted(read(path)["prompt_results"], key=lambda row: row["table_row"])
 
 
 class Truth:
@@ -333,12 +246,6 @@ def test_a_stopped_tracecov_run_continues_to_the_same_results(policy, table, tmp
     assert {p: p.read_bytes() for p in (tmp_path / "grams").iterdir()} == files
     again = read(tmp_path / "tracecov_four tokens.json")
     assert {**again, "seconds": 0} == {**results, "seconds": 0}
-
-
-def one_line_error(outcome, *parts):
-    code, _, err = outcome
-    assert code == 2, err
-    assert err.count("\n") == 1 and err.startswith("error: ") and all(part in err for part in parts), err
 
 
 def test_a_run_with_another_configuration_is_not_mixed_into_stored_results(policy, problems, table, tmp_path, capsys):

@@ -4,8 +4,6 @@ import datetime
 import hashlib
 import json
 import os
-import shutil
-import subprocess
 
 import datasets
 import numpy as np
@@ -465,16 +463,6 @@ def test_path_that_cannot_be_written_is_one_line(tmp_path, write):
         with pytest.raises(UserError, match="cannot write it: ") as caught:
             write(path)
         assert one_line(caught).startswith(str(path))
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A folder on a disk of 64 KiB, where this machine lets us mount one."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(tmp_path)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("cannot mount a tmpfs here")
-    yield tmp_path
-    subprocess.run(["umount", tmp_path], check=True)
 
 
 def test_full_disk_is_one_line_and_leaves_every_complete_row(small_disk):

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from test_scripts import call, oracle, policy, problems  # noqa: F401
+from scripts import call, oracle
 from tiny_models import enumerable_policy, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -95,7 +95,7 @@ def test_a_special_token_among_other_text_is_refused_with_the_fix():
         check_stop_strings(tokenizer, ("<|im_end|>\n",))
 
 
-def test_an_empty_stop_string_is_refused_by_both_scripts(policy, problems, tmp_path, capsys):  # noqa: F811
+def test_an_empty_stop_string_is_refused_by_both_scripts(policy, problems, tmp_path, capsys):
     for code, _, err in (
         oracle(policy, problems, tmp_path / "a", "--stop", "", capsys=capsys),
         call(run_tracecov, "--oracle_table", "t", "--stop", "1", "", capsys=capsys),

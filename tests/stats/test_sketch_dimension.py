@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from test_scripts import ROOT
+from scripts import ROOT
 
 from data.make_arithmetic import make_problems
 from Gradient_evaluation.gram.score_gram import ScoreGram
