@@ -74,18 +74,18 @@ FLAGS = {
 
 def parsed(script, monkeypatch, *words):
     monkeypatch.setattr("sys.argv", [script.__file__, *words])
-    return script.parse_args().config()
+    return script.parse_args()
 
 
 @pytest.mark.parametrize("script", FLAGS, ids=lambda script: script.__name__.rpartition(".")[2])
 def test_every_published_flag_keeps_its_name_its_values_and_its_default(script, monkeypatch):
     needed = ["--oracle_table", "t.jsonl", "--save_json", "s"] if script is run_tracecov else []
-    defaults = parsed(script, monkeypatch, *needed)
+    defaults = parsed(script, monkeypatch, *needed).config()
     for name, (values, default) in FLAGS[script].items():
         if name not in ("model", "dataset", "oracle_table", "save_json", "plot_path"):  # what is required there
             assert defaults[name] == default, name
         for value in values:
-            found = parsed(script, monkeypatch, *needed, f"--{name}", value)[name]
+            found = parsed(script, monkeypatch, *needed, f"--{name}", value).config()[name]
             assert str(found) == value or found == [int(value)]
     if script is run_tracecov:
         assert parsed(script, monkeypatch, *needed, "--skip_plot").skip_plot
