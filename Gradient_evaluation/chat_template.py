@@ -45,6 +45,9 @@ class Chat(NamedTuple):
     date: str | None = None
 
 
+PLAIN = Chat()
+
+
 def json_object(text: str) -> dict[str, Any]:
     """An argparse type: a JSON object, such as ``{"enable_thinking": false}``; empty text is {}."""
     try:
@@ -162,7 +165,7 @@ def _is_date(text: Any) -> bool:
         return False
 
 
-def render(tokenizer, messages: Messages, tools: Sequence[Mapping] = (), chat: Chat = Chat()) -> str:
+def render(tokenizer, messages: Messages, tools: Sequence[Mapping] = (), chat: Chat = PLAIN) -> str:
     """The text of a conversation that the model is to continue.
 
     A last message of the assistant is continued where it ends; else the template adds what begins an answer. A

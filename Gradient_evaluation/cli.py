@@ -1,19 +1,24 @@
-"""What a command of this toolkit does with bad input: one line that names the fix, and exit code 2.
+"""The command line: flags that the scripts share, and what a command does with bad input.
 
-A function that meets something the user can mend raises ``UserError`` with one line that names the
-file, the line or flag, and the fix. Anything else that goes wrong is our bug and keeps its traceback.
+A function that meets something the user can mend raises ``UserError`` with one line that names the file, the line or
+flag, and the fix; ``run`` prints it and ends with exit code 2. Anything else that goes wrong is our bug and keeps its
+traceback. Importing this file loads no large library, so a wrong flag is refused at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from Gradient_evaluation.chat_template import json_object
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.settings import DTYPES
+from Gradient_evaluation.utils import REWARDS
 
 OURS = ("Gradient_evaluation", "Policy_Optimization", "data", "plots")  # what fails to import here is our bug
 
@@ -65,6 +70,32 @@ def _flush_output(more: str = "") -> None:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest again when it ends
         raise UserError(f"what is printed cannot be written ({error.strerror or error}); send it elsewhere") from None
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """While inside, a library that is not installed is a UserError, and Ctrl-C ends this process with one line.
+
+    The libraries take seconds to import. A script reads its flags before them, so that a wrong flag is refused at once.
+    """
+
+    def end(*_) -> None:
+        sys.stderr.write("interrupted; nothing was being measured yet\n")
+        sys.stderr.flush()
+        os._exit(130)  # an exception inside an import may be swallowed there
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not error.name or error.name.partition(".")[0] in OURS:
+            raise
+        raise UserError(
+            f"{sys.executable} has no package {error.name.partition('.')[0]}; activate the environment "
+            "(make demo or make test sets up .venv: . .venv/bin/activate), or pip install -r requirements.txt"
+        ) from None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def one_line_while_importing() -> None:
@@ -144,3 +175,62 @@ def group_sizes(values: Sequence[str]) -> list[int]:
         return sorted({convert(part) for part in parts})
     except argparse.ArgumentTypeError as error:
         raise UserError(f"--K_list: a group size {error}") from None
+
+
+STOP_HELP = (
+    r"end a continuation at any of these strings (\n is a new line); the reward reads what is before; "
+    "a special token such as <|im_end|> ends it as the end of sequence does"
+)
+REWARD_HELP = (
+    "integer: the last number is the answer; last_integer: the last digits, as the paper's scripts read "
+    "them; math: Math-Verify (%(default)s)"
+)
+
+
+def add_shared_flags(parser: argparse.ArgumentParser) -> None:
+    """Model, sampling law, reward, seed and machine; names and defaults as published where the paper has them."""
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="hub id or local folder (%(default)s)")
+    model.add_argument("--revision", default="main", help="branch, tag or commit of a hub model (%(default)s)")
+    law = parser.add_argument_group("sampling law")
+    law.add_argument("--temperature", type=number(0, low_included=False), default=1.0, help="(%(default)s)")
+    law.add_argument("--top_p", type=number(0, 1, low_included=False), default=0.95, help="(%(default)s)")
+    law.add_argument("--top_k", type=integer(0), default=0, help="keep the k likeliest tokens, 0 for all (0)")
+    law.add_argument("--max_new_tokens", type=integer(1), default=32, help="(%(default)s)")
+    law.add_argument("--stop", nargs="+", default=[], metavar="TEXT", type=_stop_text, help=STOP_HELP)
+    law.add_argument(
+        "--chat_template_kwargs",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="""variables of the chat template, such as '{"enable_thinking": false}'""",
+    )
+    run = parser.add_argument_group("run")
+    run.add_argument("--reward", choices=sorted(REWARDS), default="integer", help=REWARD_HELP)
+    run.add_argument("--seed", type=integer(0), default=0, help="(%(default)s)")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bf16 on CUDA, else fp32")
+    machine.add_argument("--device", default="auto", help="auto: CUDA if there is one, else the CPU")
+    machine.add_argument(
+        "--max_memory",
+        type=number(0, low_included=False),
+        metavar="GIB",
+        help="memory the run may take, of the GPU or (on Linux) of the machine; batches shrink to fit",
+    )
+    run.add_argument(
+        "--skip_long", action="store_true", help="leave out prompts too long for the model's context, instead of refusing them"
+    )
+    run.add_argument(
+        "--trust_remote_code",
+        action="store_true",
+        help="let a checkpoint run Python code of its own; only for sources you trust",
+    )
+    run.add_argument("--overwrite", action="store_true", help="start afresh instead of continuing")
+    run.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def _stop_text(text: str) -> str:
+    r"""A stop string as typed in a shell, where \n and \t are easier to write than the characters."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty (an unset variable?): it would end every continuation at once; leave it out")
+    return text.replace(r"\n", "\n").replace(r"\t", "\t")

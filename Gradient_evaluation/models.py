@@ -19,8 +19,8 @@ from transformers.utils import logging
 
 from Gradient_evaluation.adapters import base_of, is_adapter, load_adapter
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.flags import DTYPES
 from Gradient_evaluation.forward import is_out_of_memory
+from Gradient_evaluation.settings import DTYPES
 
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*vocab*.json", "*.tiktoken", "tekken.json", "*.py")
 TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from Gradient_evaluation.chat_template import Chat, Messages, plain_fields, render
+from Gradient_evaluation.chat_template import PLAIN, Chat, Messages, plain_fields, render
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.integer_answer import (
     LONGEST_INTEGER,
@@ -81,7 +81,7 @@ def _normalise_message(message: Any) -> dict[str, Any]:
     return {"role": str(role), "content": "".join(part["text"] for part in parts), **fields}
 
 
-def format_prompt(tokenizer, prompt: Any, tools: Sequence[Mapping] = (), chat: Chat = Chat()) -> list[int]:
+def format_prompt(tokenizer, prompt: Any, tools: Sequence[Mapping] = (), chat: Chat = PLAIN) -> list[int]:
     """Token ids the model is to continue.
 
     tokenizer: a transformers tokenizer. prompt: anything ``normalise_prompt`` takes. tools: function schemas.
@@ -137,10 +137,8 @@ def integer_reward(text: str, ground_truth: Any) -> float:
 
 def parse_last_integer(text: str) -> int | None:
     r"""The last match of ``-?\d+`` in ``text``; None without one, or with more than LONGEST_INTEGER digits."""
-    last = None
-    for last in re.finditer(r"-?\d+", text):
-        pass
-    return int(last[0]) if last and len(last[0]) <= LONGEST_INTEGER else None
+    found = re.findall(r"-?\d+", text)
+    return int(found[-1]) if found and len(found[-1]) <= LONGEST_INTEGER else None
 
 
 def last_integer_reward(text: str, ground_truth: Any) -> float:

@@ -3,7 +3,7 @@
 Every process holds the whole model on its own device and takes the next prompt when it is done with the last, so
 that a slow prompt holds up nobody else. Continuations are fixed by seed, prompt and index, so who measures a prompt
 changes nothing. The first process (rank 0) checks the input, tells the others what there is to do, and puts the
-results together. No tensor travels between processes, only the plan and a counter.
+results together. No tensor travels between processes, only the plan and a counter. ``Progress`` is the line on stderr.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import datetime
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import resolve_device
@@ -104,8 +106,8 @@ class Processes:
         if self.size == 1:
             yield from items
             return
-        while (place := self._together(self._store.add, "taken", 1) - 1) < len(items):
-            yield items[place]
+        while (index := self._together(self._store.add, "taken", 1) - 1) < len(items):
+            yield items[index]
 
     def count(self) -> int:
         """Count one more prompt as done; returns how many all processes together have done in this run."""
@@ -128,3 +130,38 @@ class Processes:
                 f"process {self.rank} lost the others ({reason}); the first error of this job says why, "
                 "and the same command continues"
             ) from None
+
+
+class Progress:
+    """``12/40 [00:31<01:12, 2.6s/prompt, 410 continuations/s, mean V 0.43]``, on a terminal, by the first process.
+
+    total, before: prompts in all, and those already measured by an earlier run; name: of the running mean.
+    """
+
+    def __init__(self, total: int, before: int, name: str, quiet: bool, processes: Processes):
+        self.processes, self.name = processes, name
+        self.bar = tqdm(
+            total=total,
+            initial=before,
+            unit="prompt",
+            leave=False,
+            mininterval=0,
+            disable=quiet or not processes.is_first or not sys.stderr.isatty(),
+        )
+        self.started, self.before = time.monotonic(), before
+        self.values: list[float] = []
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.bar.close()
+
+    def done(self, value: float, continuations: int) -> None:
+        """One more prompt: its value for the running mean, and how many continuations each prompt takes."""
+        self.values.append(value)
+        count = self.processes.count()
+        rate = count * continuations / (time.monotonic() - self.started)
+        mean = sum(self.values) / len(self.values)
+        self.bar.set_postfix_str(f"{rate:,.0f} continuations/s, mean {self.name} {mean:.3g}", refresh=False)
+        self.bar.update(self.before + count - self.bar.n)

@@ -16,6 +16,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.integer_answer import check_integer_ground_truth
 from Gradient_evaluation.runs.files import write_json
 from Gradient_evaluation.runs.oracle_table import Row
+from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.estimators import DEFAULT, label_of
 from Gradient_evaluation.stats.group_size import group_size_law
@@ -75,30 +76,30 @@ def detailed_path(folder: str | Path, label: str, K: int) -> Path:
     return Path(folder) / f"tracecov_{label}_K{K}_detailed.json"
 
 
-def write_results(args, records: Iterable, about: dict, label: str, gen_bs: int | None) -> dict:
+def write_results(settings: TracecovSettings, records: Iterable, about: dict, label: str, gen_bs: int | None) -> dict:
     """Compute everything from the Gram records and write the JSON files → the results.
 
     gen_bs: the smallest number of continuations that were sampled at a time, None where that is not known.
     """
-    notes, folder = Notes(), Path(args.save_json)
-    prompts = estimators.reduce_prompts(notes.passing(records), args.K_list, args.estimators)
-    summary = estimators.summarise(prompts, args.K_list, seed=args.seed, names=args.estimators)
-    summary["group_size_law"] = law_of(prompts, notes, about["law"], args.seed)
+    notes, folder = Notes(), Path(settings.save_json)
+    prompts = estimators.reduce_prompts(notes.passing(records), settings.K_list, settings.estimators)
+    summary = estimators.summarise(prompts, settings.K_list, seed=settings.seed, names=settings.estimators)
+    summary["group_size_law"] = law_of(prompts, notes, about["law"], settings.seed)
     if notes.layers:
         summary["by_layer"] = by_layer(
             notes.layers[0][0],
             [moments for _, moments in notes.layers],
             [row["V_oracle"] for row in notes.table],
-            args.K_list,
-            seed=args.seed,
+            settings.K_list,
+            seed=settings.seed,
         )
     sizes = {str(size): notes.block_sizes[size] for size in sorted(notes.block_sizes)}
     results = {**summary, **about, "batches": {"gen_bs": gen_bs, "blocks_by_size": sizes}}
-    for position, K in enumerate(args.K_list):
+    for position, K in enumerate(settings.K_list):
         averages = {name: curve[position] for name, curve in summary["conditional_on_x"].items()}
-        traces = estimators.prompt_trace_covs(prompts, K, args.estimators)
+        traces = estimators.prompt_trace_covs(prompts, K, settings.estimators)
         write_json(detailed_path(folder, label, K), detailed(K, notes.table, traces, averages))
-    if not args.overwrite and (lost := replaced(results_path(folder, label), results)):
+    if not settings.overwrite and (lost := replaced(results_path(folder, label), results)):
         print(f"note: {lost}", file=sys.stderr)
     write_json(results_path(folder, label), results)
     return results
@@ -159,16 +160,16 @@ NOT_IN_RESULTS = (
 )
 
 
-def finished_results(args, label: str, rows: Sequence[Row]) -> dict | None:
+def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Row]) -> dict | None:
     """The results that this very command has left, for these prompts and their oracle values; None if there are none.
 
     Flags in ``NOT_IN_RESULTS`` decide no number. A figure that is asked for and missing makes it unfinished too.
     """
-    if not args.skip_plot and not (Path(args.plot_path) / f"tracecov_{label}.png").exists():
+    if not settings.skip_plot and not (Path(settings.plot_path) / f"tracecov_{label}.png").exists():
         return None
     try:
-        results = json.loads(results_path(args.save_json, label).read_text(encoding="utf-8"))
-        files = [json.loads(detailed_path(args.save_json, label, K).read_text(encoding="utf-8")) for K in args.K_list]
+        results = json.loads(results_path(settings.save_json, label).read_text(encoding="utf-8"))
+        files = [json.loads(detailed_path(settings.save_json, label, K).read_text(encoding="utf-8")) for K in settings.K_list]
         tables = [file["prompt_results"] for file in files]
         config = {name: value for name, value in results["config"].items() if name not in NOT_IN_RESULTS}
         found = [[[row["prompt"], row["ground_truth"], row["V_oracle"], row["n_oracle"]] for row in table] for table in tables]
@@ -178,7 +179,7 @@ def finished_results(args, label: str, rows: Sequence[Row]) -> dict | None:
         return None
     if "split" not in results["score_norm_sq"]:  # made before P(keep) and the batch's tokens were right: compute them again
         return None
-    wanted = {name: value for name, value in vars(args).items() if name not in NOT_IN_RESULTS}
+    wanted = {name: value for name, value in settings.config().items() if name not in NOT_IN_RESULTS}
     table = [[row.prompt, row.ground_truth, row.oracle_value, row.oracle_samples] for row in rows]
     return results if config == wanted and all(each == table for each in found) else None
 

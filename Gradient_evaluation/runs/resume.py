@@ -61,33 +61,35 @@ def only_writer(path: Path) -> Iterator[None]:
 
     The lock is the kernel's, on ``.NAME.lock`` beside the path, so a killed process leaves none behind.
     """
-    place = path.with_name(f".{path.name}.lock")
-    with one_line_errors(place, "write"):
-        lock = _locked(place)
+    lock_file = path.with_name(f".{path.name}.lock")
+    with one_line_errors(lock_file, "write"):
+        lock = _locked(lock_file)
     try:
         yield
     finally:
         with contextlib.suppress(OSError):
-            place.unlink()
+            lock_file.unlink()
         os.close(lock)
 
 
-def _locked(place: Path) -> int:
+def _locked(lock_file: Path) -> int:
     while True:
-        lock = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+        lock = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(lock, 200).decode(errors="replace") or "another process"
             os.close(lock)
             raise UserError(
-                f"{place.parent / place.name[1 : -len('.lock')]}: {holder} is writing it; wait for it, or choose "
+                f"{lock_file.parent / lock_file.name[1 : -len('.lock')]}: {holder} is writing it; wait for it, or choose "
                 "another output folder"
             ) from None
         except OSError as error:  # some network file systems know no locks
-            print(f"warning: {place}: cannot lock it ({error.strerror}); see that no other run writes there", file=sys.stderr)
+            print(
+                f"warning: {lock_file}: cannot lock it ({error.strerror}); see that no other run writes there", file=sys.stderr
+            )
         try:
-            if os.path.samestat(os.stat(place), os.fstat(lock)):
+            if os.path.samestat(os.stat(lock_file), os.fstat(lock)):
                 os.truncate(lock, 0)
                 os.pwrite(lock, f"process {os.getpid()} on {platform.node()}".encode(), 0)
                 return lock

@@ -17,6 +17,7 @@ from data.make_arithmetic import make_problems
 from Gradient_evaluation import calculate_oracle_v, run_tracecov
 from Gradient_evaluation.chat_template import Chat
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs import tracecov as tracecov_run
 from Gradient_evaluation.runs.oracle_table import load_oracle_table
 from Policy_Optimization.launch import check_settings
 from Policy_Optimization.settings import read_settings, verl_overrides
@@ -79,12 +80,12 @@ def parsed(script, monkeypatch, *words):
 @pytest.mark.parametrize("script", FLAGS, ids=lambda script: script.__name__.rpartition(".")[2])
 def test_every_published_flag_keeps_its_name_its_values_and_its_default(script, monkeypatch):
     needed = ["--oracle_table", "t.jsonl", "--save_json", "s"] if script is run_tracecov else []
-    defaults = parsed(script, monkeypatch, *needed)
+    defaults = parsed(script, monkeypatch, *needed).config()
     for name, (values, default) in FLAGS[script].items():
         if name not in ("model", "dataset", "oracle_table", "save_json", "plot_path"):  # what is required there
-            assert getattr(defaults, name) == default, name
+            assert defaults[name] == default, name
         for value in values:
-            found = getattr(parsed(script, monkeypatch, *needed, f"--{name}", value), name)
+            found = parsed(script, monkeypatch, *needed, f"--{name}", value).config()[name]
             assert str(found) == value or found == [int(value)]
     if script is run_tracecov:
         assert parsed(script, monkeypatch, *needed, "--skip_plot").skip_plot
@@ -117,13 +118,13 @@ def test_the_prompts_are_those_of_the_released_script_in_its_order(n, T, subsamp
     rows = [{"prompt": i} for i in range(n)]
     for seed in (0, 1, 7):
         wanted = [row["prompt"] for row in published_choice(rows, seed, T, subsample)]
-        assert run_tracecov.drawn(n, T, subsample, seed) == wanted
+        assert tracecov_run.drawn(n, T, subsample, seed) == wanted
 
 
 def test_fewer_prompts_are_the_first_of_more():
     for subsample in (None, 30):
-        more = run_tracecov.drawn(50, 20, subsample, 5)
-        assert run_tracecov.drawn(50, 8, subsample, 5) == more[:8] != sorted(more[:8])
+        more = tracecov_run.drawn(50, 20, subsample, 5)
+        assert tracecov_run.drawn(50, 8, subsample, 5) == more[:8] != sorted(more[:8])
 
 
 def test_a_run_measures_the_prompts_of_the_released_script_and_numbers_them_as_it_does(policy, table, tmp_path):
@@ -175,7 +176,7 @@ def test_prompts_are_taken_in_the_drawn_order_and_more_of_them_keep_the_grams(po
         "--max_new_tokens",
         "2",
     )
-    taken, _ = run_tracecov.choose_rows(load_oracle_table(table), args, tiny_tokenizer(("<eos>", "1", "2", "3")), Chat())
+    taken, _ = tracecov_run.choose_rows(load_oracle_table(table), args, tiny_tokenizer(("<eos>", "1", "2", "3")), Chat())
     assert [row.prompt for _, row, _ in taken] == published_choice(PROMPTS, 3, 4)
     assert [index for index, _, _ in taken] == [PROMPTS.index(row.prompt) for _, row, _ in taken]
     assert tracecov(policy, table, tmp_path, *flags, "--T", 2)[0] == 0

@@ -1,0 +1,204 @@
+"""The run of calculate_oracle_v.py: every prompt's V(x), a row of the table as soon as it is known."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from Gradient_evaluation.gram.score_gram import ScoreGram
+from Gradient_evaluation.gram.self_audit import in_float32
+from Gradient_evaluation.models import (
+    device_line,
+    fingerprint,
+    load_model,
+    load_tokenizer,
+    model_label,
+    resolve_dtype,
+    warn_of_risks,
+    weights_digest,
+)
+from Gradient_evaluation.runs.files import append_row
+from Gradient_evaluation.runs.memory import Batch, limited_memory, tune_allocator
+from Gradient_evaluation.runs.oracle_table import GRADED, ZERO_ONE, Row, check_ground_truths, load_dataset_rows, rewards_of
+from Gradient_evaluation.runs.processes import Processes, Progress
+from Gradient_evaluation.runs.prompts import chat_from, law_of, law_record, tokenised
+from Gradient_evaluation.runs.resume import (
+    check_fingerprint,
+    check_same_weights,
+    continue_table,
+    finite_at,
+    left_rows,
+    only_writer,
+    output_folder,
+    part_of,
+    remove_table,
+    saved_on_interrupt,
+    write_table,
+)
+from Gradient_evaluation.runs.sampler_check import check_sampler
+from Gradient_evaluation.sampling.generate import sample_continuations, uniforms
+from Gradient_evaluation.settings import OracleSettings
+from Gradient_evaluation.utils import REWARDS
+
+CHECKED = 16  # continuations whose log-probs are compared with those of a forward pass
+
+
+class Plan(NamedTuple):
+    """What there is to do, the same for every process."""
+
+    path: Path  # the table
+    record: dict  # identity of the run, stored with every row
+    rows: list[Row]  # the prompts of the table, in the order of the data set
+    finished: dict[int, dict]  # rows of the table that an earlier run has left, by prompt id
+    todo: list[tuple[Row, list[int]]]  # the others, with the token ids of their prompts
+    n_long: int  # prompts left out as too long
+
+
+def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Plan:
+    """Everything that can be checked and done before the model is loaded; ``held`` takes the lock on the table."""
+    rows = load_dataset_rows(settings.dataset, settings.split)
+    check_ground_truths(rows, settings.reward)
+    warn_of_risks(settings.model, settings.trust_remote_code)
+    tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
+    path = Path(settings.out_dir) / f"oracle_v_n{settings.n_oracle}_{model_label(settings.model)}.jsonl"
+    chat = chat_from(settings, tokenizer, () if settings.overwrite else left_rows(path))
+    rows, prompts, n_long = tokenised(rows, settings, tokenizer, chat)
+    record = {
+        **law_record(settings, tokenizer, chat),
+        "n_oracle": settings.n_oracle,
+        "seed": settings.seed,
+        "dtype": str(dtype).split(".")[-1],
+    }
+    output_folder(settings.out_dir)
+    held.enter_context(only_writer(path))
+    finished = {} if settings.overwrite else continue_table(path, record, rows)
+    todo = [(row, prompt_ids) for row, prompt_ids in zip(rows, prompts) if row.prompt_id not in finished]
+    return Plan(path, record, rows, finished, todo, n_long)
+
+
+def measure(model, tokenizer, prompt_ids, row, settings: OracleSettings, batch: Batch) -> dict:
+    """Sample one prompt → its columns of the table."""
+    u = uniforms(settings.seed, "oracle", row.prompt_id, 0, settings.n_oracle, settings.max_new_tokens)
+
+    def sample(size: int):
+        return sample_continuations(model, tokenizer, prompt_ids, u, law_of(settings), size)
+
+    drawn = finite_at(row, batch.run, sample, row.where)
+    rewards = rewards_of((continuation.text for continuation in drawn), row, settings.reward)
+    return oracle_columns(rewards, REWARDS[settings.reward].zero_one)
+
+
+def oracle_columns(rewards: np.ndarray, zero_one: bool) -> dict:
+    """What the table says of one prompt's rewards (n,).
+
+    V_standard_error, by V_standard_error_kind:
+    * jeffreys (rewards of 0 and 1): the standard deviation of V given c right of n under Jeffreys' prior, that of
+      Beta(c + 1/2, n - c + 1/2): sqrt(m (1 - m) / (n + 2)) with m = (c + 1/2) / (n + 1). Never 0, also where V is 0 or 1.
+    * sample (graded rewards): the rewards' standard deviation (ddof 1) over sqrt(n).
+    * unknown: null, as all graded rewards are equal or there is only one.
+    """
+    n, V = len(rewards), float(rewards.mean())
+    if zero_one:
+        kind, mean = "jeffreys", (rewards.sum() + 0.5) / (n + 1)
+        error = float(np.sqrt(mean * (1 - mean) / (n + 2)))
+    elif (rewards == rewards[0]).all():
+        kind, error, V = "unknown", None, float(rewards[0])
+    else:
+        kind, error = "sample", float(rewards.std(ddof=1) / np.sqrt(n))
+    return {
+        "V_oracle": V,
+        "n_oracle": n,
+        "correct_count": int(rewards.sum()) if zero_one else None,
+        "V_standard_error": error,
+        "V_standard_error_kind": kind,
+        "reward_values": ZERO_ONE if zero_one else GRADED,
+    }
+
+
+def check_law(model, tokenizer, prompt_ids, row, settings: OracleSettings, batch: Batch) -> None:
+    """Raise UserError where the sampler's law is not that of the model's forward pass (sampler_check.py)."""
+    u = uniforms(settings.seed, "audit", row.prompt_id, 0, min(CHECKED, settings.n_oracle), settings.max_new_tokens)
+    gram = ScoreGram(model, law_of(settings))
+
+    def check(size: int) -> dict:
+        drawn = sample_continuations(model, tokenizer, prompt_ids, u[:size], law_of(settings), size)
+        return check_sampler(gram, prompt_ids, drawn, row.where)
+
+    def in_batches() -> dict:
+        return Batch(batch.flag, min(batch.size, len(u)), least=1).run(check, row.where)
+
+    finite_at(row, in_float32, model, in_batches, "the comparison of sampler and scorer")
+
+
+def begin(plan: Plan, settings: OracleSettings, fingerprints: list[str]) -> None:
+    """The checks that need the model's weights, by the first process, before anything is measured or removed."""
+    check_same_weights(fingerprints)
+    check_fingerprint(plan.finished.values(), fingerprints[0], plan.path, "pass --overwrite")
+    if settings.overwrite:
+        remove_table(plan.path)
+
+
+def measure_all(plan: Plan, settings: OracleSettings, dtype: torch.dtype, processes: Processes) -> None:
+    """Measure what the plan leaves to do, this process its share of it; every row is on disk once it is done."""
+    tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
+    tune_allocator(processes.device)
+    if settings.device == "auto" and processes.is_first and not settings.quiet:
+        print(device_line(processes.device, dtype), file=sys.stderr)
+    model = load_model(settings.model, settings.revision, processes.device, dtype, settings.trust_remote_code)
+    weights = {"model_fingerprint": fingerprint(model), "weights_digest": weights_digest(settings.model, settings.revision)}
+    fingerprints = processes.gather(weights["model_fingerprint"])
+    processes.from_first(begin, plan, settings, fingerprints)
+    path = plan.path if processes.size == 1 else part_of(plan.path, processes.rank)
+    batch = Batch("--batch_size", settings.batch_size, least=1)
+    with (
+        limited_memory(settings.max_memory, processes.device),
+        Progress(len(plan.rows), len(plan.finished), "V", settings.quiet, processes) as progress,
+    ):
+        if plan.todo:  # the others wait, so that no row is written by a sampler that does not pass
+            processes.from_first(check_law, model, tokenizer, plan.todo[0][1], plan.todo[0][0], settings, batch)
+        for row, prompt_ids in processes.share(plan.todo):
+            measured = measure(model, tokenizer, prompt_ids, row, settings, batch)
+            append_row(path, {**row.columns, **measured, **plan.record, **weights})
+            progress.done(measured["V_oracle"], settings.n_oracle)
+    processes.gather(None)
+
+
+def is_finished(plan: Plan, settings: OracleSettings) -> bool:
+    """Whether an earlier run has left every row, made with the weights that are there now."""
+    made_with = {(row.get("model_fingerprint"), row.get("weights_digest")) for row in plan.finished.values()}
+    return not plan.todo and len(made_with) == 1 and made_with.pop()[1] == weights_digest(settings.model, settings.revision)
+
+
+def summarise(table: list[dict], plan: Plan, seconds: float) -> str:
+    """The last line of a run."""
+    values = np.array([row["V_oracle"] for row in table])
+    left_out = f", {plan.n_long} left out as too long" if plan.n_long else ""
+    spread = f"V = 0 for {np.mean(values == 0):.0%}, V = 1 for {np.mean(values == 1):.0%}"
+    if any(row.get("reward_values") == GRADED for row in table):
+        spread = f"from {values.min():.3g} to {values.max():.3g}"
+    return f"{len(values)} prompts{left_out}, mean V {values.mean():.3f}, {spread}, {seconds:.0f} s -> {plan.path}"
+
+
+def run(settings: OracleSettings) -> None:
+    """Make the table, or go on with it."""
+    started = time.monotonic()
+    with Processes(settings.device) as processes, ExitStack() as held:
+        dtype = resolve_dtype(settings.dtype, processes.device)
+        plan = processes.from_first(prepare, settings, dtype, held)
+        finished = processes.from_first(is_finished, plan, settings)
+        if not finished:
+            with saved_on_interrupt(plan.path, settings.overwrite, processes.is_first):
+                measure_all(plan, settings, dtype, processes)
+        if processes.is_first:
+            table = continue_table(plan.path, plan.record, plan.rows)
+            write_table(plan.path, table, plan.rows)
+            print(
+                "finished before, nothing left to do: " * finished
+                + summarise([table[row.prompt_id] for row in plan.rows], plan, time.monotonic() - started)
+            )

@@ -1,0 +1,310 @@
+"""The run of run_tracecov.py: the prompts that are drawn, their Grams, and what follows from them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from Gradient_evaluation.chat_template import Chat
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.gram.score_gram import ScoreGram
+from Gradient_evaluation.models import (
+    device_line,
+    fingerprint,
+    load_model,
+    load_tokenizer,
+    model_label,
+    resolve_dtype,
+    warn_of_risks,
+    weights_digest,
+)
+from Gradient_evaluation.runs import gram_store, group_size_report
+from Gradient_evaluation.runs.files import write_json
+from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size
+from Gradient_evaluation.runs.memory import limited_memory, tune_allocator
+from Gradient_evaluation.runs.oracle_table import Row, check_ground_truths, check_law, load_oracle_table
+from Gradient_evaluation.runs.processes import Processes, Progress
+from Gradient_evaluation.runs.prompts import chat_from, law_of, law_record, tokenised
+from Gradient_evaluation.runs.results import finished_results, report, results_path, versions, write_results
+from Gradient_evaluation.runs.resume import (
+    CHECKS,
+    IDENTITY,
+    check_fingerprint,
+    check_identity,
+    check_same_weights,
+    finite_at,
+    only_writer,
+    output_folder,
+    read_checks,
+    read_identity,
+    refuse_difference,
+    saved_on_interrupt,
+)
+from Gradient_evaluation.settings import WITH_FROM_GRAMS, TracecovSettings
+from Gradient_evaluation.stats.sketch_weights import sketched_names
+
+# Flags that decide how Grams are cut and which prompts there are; run.json keeps them, for messages and --from_grams.
+KEPT = ("T", "M", "K_list", "block_size", "estimators", "subsample_prompts")
+
+
+Draw = Callable[[dict, str], Path]
+
+
+def kept_flags(settings: TracecovSettings) -> dict:
+    """What run.json keeps of the flags beside the identity."""
+    config = settings.config()
+    return {name: config[name] for name in KEPT}
+
+
+class Chosen(NamedTuple):
+    """A prompt that was drawn."""
+
+    index: int  # of its row in the oracle table
+    row: Row
+    prompt_ids: list[int]
+
+
+class Plan(NamedTuple):
+    """What there is to do, the same for every process."""
+
+    grams: Path  # folder of the Gram files
+    identity: dict  # of the run, without the weights' fingerprint
+    chosen: list[Chosen]  # in the order in which they were drawn
+    todo: list[Chosen]  # those of them without a Gram file
+    n_long: int  # prompts left out as too long
+
+
+def drawn(n: int, T: int, subsample: int | None, seed: int) -> list[int]:
+    """Indices of T rows of a table of n, in the order in which they are measured: the paper's released choice.
+
+    ``subsample`` rows are drawn where the table has more; these are shuffled, by a generator of the same seed, and the
+    first T taken. So the prompts of a smaller T are the first of a larger, and an interrupted run a random sample.
+    """
+    order = list(range(n))
+    if subsample is not None and subsample < n:
+        order = np.random.default_rng(seed).choice(n, size=subsample, replace=False).tolist()
+    np.random.default_rng(seed).shuffle(order)
+    return order[:T]
+
+
+def choose_rows(rows: list[Row], settings: TracecovSettings, tokenizer, chat: Chat) -> tuple[list[Chosen], int]:
+    """The drawn rows of the oracle table, and how many rows were too long."""
+    index, n_long = {row.prompt_id: i for i, row in enumerate(rows)}, 0
+    if settings.skip_long:
+        rows, prompts, n_long = tokenised(rows, settings, tokenizer, chat)
+    picked = drawn(len(rows), settings.T, settings.subsample_prompts, settings.seed)
+    rows = [rows[i] for i in picked]
+    prompts = [prompts[i] for i in picked] if settings.skip_long else tokenised(rows, settings, tokenizer, chat)[1]
+    return [Chosen(index[row.prompt_id], row, prompt_ids) for row, prompt_ids in zip(rows, prompts)], n_long
+
+
+def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> Plan:
+    """Everything that can be checked and done before the model is loaded; ``held`` takes the lock on the output."""
+    sketched = sketched_names(settings.estimators) if settings.sketch_dim else []
+    sizes = block_sizes(settings.M * settings.K_list[-1], planned_block_size(settings))
+    rows = load_oracle_table(settings.oracle_table)
+    check_ground_truths(rows, settings.reward)
+    warn_of_risks(settings.model, settings.trust_remote_code)
+    tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
+    record = Path(settings.save_json) / "grams" / IDENTITY
+    earlier = [read_identity(record)] if record.exists() and not settings.overwrite else []
+    chat = chat_from(settings, tokenizer, [*(row.columns for row in rows), *earlier])
+    law = law_record(settings, tokenizer, chat)
+    check_law(rows, law, settings.oracle_table, settings.allow_mismatch)
+    chosen, n_long = choose_rows(rows, settings, tokenizer, chat)
+    identity = {
+        **law,
+        "seed": settings.seed,
+        "scoring": settings.scoring,
+        "block_sizes": sizes,
+        "params": settings.params,
+        "by_layer": settings.by_layer,
+        "sketch_dim": settings.sketch_dim,
+        "greedy": "greedy" in settings.estimators,
+        "gram_dtype": settings.gram_dtype,
+        "sketched": sketched,
+        "sketched_at": settings.K_list[-1] if len(sketched) > 1 else None,
+        "dtype": str(dtype).split(".")[-1],
+    }
+    grams = output_folder(settings.save_json) / "grams"
+    held.enter_context(only_writer(grams))
+    output_folder(grams)
+    if not settings.skip_plot:
+        output_folder(settings.plot_path)
+    todo = [each for each in chosen if not gram_store.path_of(grams, each.row.prompt_id).exists()]
+    if settings.overwrite:
+        todo = chosen
+    elif (grams / IDENTITY).exists():
+        found = read_identity(grams / IDENTITY)
+        refuse_difference(str(grams / IDENTITY), found, identity, kept_flags(settings))
+        note_older_choice(grams, found, chosen)
+    return Plan(grams, identity, chosen, todo, n_long)
+
+
+def note_older_choice(grams: Path, found: dict, chosen: list[Chosen]) -> None:
+    """Say where a folder was begun when a run took the first T rows of its table, and has Grams of prompts not drawn."""
+    if "subsample_prompts" in (found.get("flags") or {}):
+        return
+    drawn_now = {gram_store.path_of(grams, each.row.prompt_id).name for each in chosen}
+    others = sum(path.name not in drawn_now for path in grams.glob("*.npz"))
+    if others:
+        print(
+            f"note: {grams}: begun when a run took the first T rows; now they are drawn at random by --seed. {others} of its "
+            "Grams are of prompts that are not drawn; they stay, unused, and --from_grams reads them",
+            file=sys.stderr,
+        )
+
+
+def is_measured(plan: Plan, settings: TracecovSettings) -> bool:
+    """Whether an earlier run has left every Gram and its checks, made with the weights that are there now."""
+    if plan.todo or not {"self_audit", "sampler_check"} <= set(read_checks(plan.grams)) or not (plan.grams / IDENTITY).exists():
+        return False
+    return read_identity(plan.grams / IDENTITY).get("weights_digest") == weights_digest(settings.model, settings.revision)
+
+
+def begin(plan: Plan, settings: TracecovSettings, fingerprints: list[str]) -> None:
+    """The checks that need the model's weights, by the first process, before anything is measured or removed."""
+    check_same_weights(fingerprints)
+    model_fingerprint = fingerprints[0]
+    if not settings.allow_mismatch:
+        check_fingerprint(
+            (each.row.columns for each in plan.chosen),
+            model_fingerprint,
+            settings.oracle_table,
+            "make the table again, or pass --allow_mismatch",
+        )
+    about_weights = {
+        "model_fingerprint": model_fingerprint,
+        "weights_digest": weights_digest(settings.model, settings.revision),
+    }
+    check_identity(
+        plan.grams / IDENTITY,
+        {**plan.identity, "model_fingerprint": model_fingerprint},
+        {**plan.identity, **about_weights, "flags": kept_flags(settings)},
+        settings.overwrite,
+        kept_flags(settings),
+    )
+
+
+def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, processes: Processes) -> None:
+    """Measure what the plan leaves to do, this process its share of it; every Gram is on disk once it is done."""
+    tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
+    tune_allocator(processes.device)
+    if settings.device == "auto" and processes.is_first and not settings.quiet:
+        print(device_line(processes.device, dtype), file=sys.stderr)
+    model = load_model(settings.model, settings.revision, processes.device, dtype, settings.trust_remote_code)
+    fingerprints = processes.gather(fingerprint(model))
+    processes.from_first(begin, plan, settings, fingerprints)
+    gram = ScoreGram(
+        model,
+        law_of(settings),
+        settings.scoring,
+        settings.gram_memory * 2**20,
+        settings.params,
+        settings.sketch_dim,
+        gradient_checkpointing=settings.gradient_checkpointing,
+        gram_dtype=settings.gram_dtype,
+    )
+    measurement = Measurement(model, tokenizer, gram, settings)
+    done = len(plan.chosen) - len(plan.todo)
+    checks = {"gen_bs": settings.gen_bs, **read_checks(plan.grams)}
+    with (
+        limited_memory(settings.max_memory, processes.device),
+        Progress(len(plan.chosen), done, "reward", settings.quiet, processes) as progress,
+    ):
+        if processes.is_first:
+            row, prompt_ids = plan.chosen[0].row, plan.chosen[0].prompt_ids
+            if "sampler_check" not in checks:  # a law does not change while a run is continued
+                checks["sampler_check"] = finite_at(row, measurement.check_sampler, row, prompt_ids)
+            checks["self_audit"] = finite_at(row, measurement.audit, row, prompt_ids)
+            write_json(plan.grams / CHECKS, checks)
+        order = {each.row.prompt_id: position for position, each in enumerate(plan.chosen)}
+        for index, row, prompt_ids in processes.share(plan.todo):
+            record = finite_at(row, measurement.measure, row, prompt_ids, index)
+            replace(record, order=order[row.prompt_id]).save(plan.grams)
+            progress.done(float(record.rewards.mean()), len(record.rewards))
+    smallest = min(processes.gather(measurement.generation.size))
+    if processes.is_first and smallest < checks["gen_bs"]:
+        write_json(plan.grams / CHECKS, {**checks, "gen_bs": smallest})
+
+
+def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
+    """The Gram records of the chosen prompts in the order of the table, with the oracle values it has now."""
+    for order, (index, row, _) in sorted(enumerate(plan.chosen), key=lambda each: each[1].index):
+        record = gram_store.load(gram_store.path_of(plan.grams, row.prompt_id))
+        now = {"index": index, "order": order, "oracle_value": row.oracle_value, "n_oracle": row.oracle_samples}
+        current = replace(record, **now)
+        if any(getattr(record, name) != value for name, value in now.items()):
+            current.save(plan.grams)
+        yield current
+
+
+def recompute(settings: TracecovSettings, draw: Draw) -> None:
+    """--from_grams: results for any group sizes, without a model."""
+    started, grams = time.monotonic(), Path(settings.from_grams)
+    identity = read_identity(grams / IDENTITY, "give the grams folder of a finished run")
+    folder = output_folder(settings.save_json)
+    if not settings.skip_plot:
+        output_folder(settings.plot_path)
+    with only_writer(folder / "grams"):
+        # Into the config goes what made the Grams, null where that is not known, and never this call's defaults.
+        made, heeded = {**identity.get("flags", {}), **identity}, {flag.lstrip("-") for flag in WITH_FROM_GRAMS}
+        config = {name: value if name in heeded else made.get(name) for name, value in settings.config().items()}
+        settings = replace(settings, seed=made.get("seed", settings.seed))  # the same resamples as the run that made the Grams
+        try:
+            finish(settings, gram_store.load_all(grams), config, identity, read_checks(grams), started, draw)
+        except ValueError as error:  # records of different runs in one folder do not fit each other
+            raise UserError(f"{grams}: its files cannot be used together ({error}); give a folder of one run") from None
+
+
+def finish(settings: TracecovSettings, records, config: dict, identity: dict, checks: dict, started: float, draw: Draw) -> None:
+    """Results, report and figure from the Gram records."""
+    about = {
+        "config": config,
+        "law": identity,
+        "checks": {name: value for name, value in checks.items() if name != "gen_bs"},
+        "versions": versions(),
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    label = model_label(identity["model"])
+    results = write_results(settings, records, about, label, checks.get("gen_bs"))
+    print(report(results))
+    print(f"results: {results_path(settings.save_json, label)}")
+    if not settings.skip_plot:
+        print(f"figure:  {draw(results, label)}")
+    print(f"\n{group_size_report.report(results['group_size_law'], settings.budget)}")
+
+
+def run(settings: TracecovSettings, draw: Draw) -> None:
+    """Measure what is left to measure, and leave the results. draw(results, label) draws the figure → its path."""
+    if settings.from_grams:
+        recompute(settings, draw)
+        return
+    started = time.monotonic()
+    with Processes(settings.device) as processes, ExitStack() as held:
+        dtype = resolve_dtype(settings.dtype, processes.device)
+        plan = processes.from_first(prepare, settings, dtype, held)
+        with saved_on_interrupt(plan.grams, settings.overwrite, processes.is_first):
+            measured = processes.from_first(is_measured, plan, settings)
+            if not measured:
+                measure_all(plan, settings, dtype, processes)
+            if not processes.is_first:
+                return
+            if plan.n_long:
+                print(f"left out {plan.n_long} prompts that are too long for the model's context")
+            label, rows = model_label(settings.model), [each.row for each in plan.chosen]
+            results = finished_results(settings, label, rows) if measured else None
+            if results is not None:
+                print(f"finished before, nothing left to do; --overwrite starts afresh\n{report(results)}")
+                print(f"results: {results_path(settings.save_json, label)}")
+                return
+            identity, checks = read_identity(plan.grams / IDENTITY), read_checks(plan.grams)
+            finish(settings, records_of(plan), settings.config(), identity, checks, started, draw)

@@ -1,0 +1,102 @@
+"""What a run was asked to do: one frozen object per script. Its fields have the names of the flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+# name on the command line -> torch's
+DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+    "float64": "float64",
+}
+GRAM_DTYPES = ("float32", "bfloat16")
+# The flags that --from_grams heeds; every other one says how Grams are made.
+WITH_FROM_GRAMS = (
+    "--from_grams",
+    "--K_list",
+    "--estimators",
+    "--budget",
+    "--save_json",
+    "--plot_path",
+    "--skip_plot",
+    "--quiet",
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The flags that both scripts share. Flags that take several values are tuples."""
+
+    model: str
+    revision: str
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    chat_template_kwargs: dict[str, Any]
+    reward: str
+    seed: int
+    dtype: str
+    device: str
+    max_memory: float | None  # GiB
+    skip_long: bool
+    trust_remote_code: bool
+    overwrite: bool
+    quiet: bool
+
+    @classmethod
+    def of(cls, flags: argparse.Namespace) -> Settings:
+        """The settings that parsed flags describe."""
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in vars(flags).items()})
+
+    def config(self) -> dict[str, Any]:
+        """{flag: value} as JSON has them, for the results."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+@dataclass(frozen=True)
+class OracleSettings(Settings):
+    """The flags of calculate_oracle_v.py."""
+
+    dataset: str
+    split: str
+    n_oracle: int
+    batch_size: int
+    out_dir: str
+
+
+@dataclass(frozen=True)
+class TracecovSettings(Settings):
+    """The flags of run_tracecov.py. ``estimators``: those beside the default four, aliases resolved."""
+
+    oracle_table: str | None
+    T: int
+    M: int
+    K_list: tuple[int, ...]  # sorted
+    gen_bs: int
+    subsample_prompts: int | None
+    block_size: int | None
+    gram_memory: int  # MiB
+    gram_dtype: str
+    estimators: tuple[str, ...]
+    gradient_checkpointing: bool
+    scoring: str
+    params: str | None
+    by_layer: bool
+    budget: int | None
+    sketch_dim: int
+    allow_mismatch: bool
+    from_grams: str | None
+    save_json: str
+    plot_path: str
+    skip_plot: bool
