@@ -29,7 +29,7 @@ from plots.plot_training import plot_by_group_size, plot_by_step
 from plots.style import COLOURS, COLUMN, CURVES, new_figure, numbered, save_figure
 from plots.training_logs import Run
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RUNS = [Run(f"g{size}_seed{seed}", size, seed, {0: 0.1, 9: 0.3 + seed / 9}) for size in (4, 8) for seed in (0, 1)]
 PICTURES = {
     "plot_tracecov": lambda m, ax: plot_tracecov(m.results, ax=ax, label="m"),
