@@ -35,7 +35,7 @@ def budget_table(law: dict, budget: int) -> list[dict]:
 def report(law: dict, budget: int | None = None) -> str:
     """The law in a few lines: constants, G*, the range, the noise scale; with a budget, its table; what it is."""
     lines = [
-        f"Group-size law over {law['n_prompts']} prompts: MSE of the GRPO gradient = "
+        f"Group-size law over {law['n_prompts']} prompt{'' if law['n_prompts'] == 1 else 's'}: MSE of the GRPO gradient = "
         "(c1 G + c2 + c3/(G-1)) / N for N continuations in groups of G"
     ]
     lines += [
@@ -108,7 +108,10 @@ def _range(law: dict) -> str:
 
 def _noise_scale(law: dict) -> str:
     if law["gradient_noise_scale"] is None:
-        return f"not computed ({law['reasons']['gradient_noise_scale']})"
+        why = law["reasons"]["gradient_noise_scale"]
+        return (
+            "not computed, as there is no best group size" if why == law["reasons"].get("G_star") else f"not computed ({why})"
+        )
     return (
         f"{_number(law, 'gradient_noise_scale', '.3g')} prompts at G = {law['gradient_noise_scale_G']} (a batch of so "
         "many has a mean gradient as large as its noise)"

@@ -50,6 +50,7 @@ PREDICTION = (
     "This is a prediction for the parameters at which the gradients were measured; as training moves them, the "
     "constants move too."
 )
+NO_PAIRS = "one prompt: what prompts have in common needs at least two"
 NO_REWARD_DIFFERED = (
     "no reward ever differed: all continuations of a prompt have the same reward, so every group's gradient is 0 and no "
     "group size is better than another"
@@ -154,14 +155,22 @@ def group_size_law(
     n = _checked(columns, sketches)
     bootstrap, reasons = PromptBootstrap(n, n_bootstrap, seed), {}
     law: dict = {"n_prompts": n, "sketch_dim": sketch_dim}
+    if sketch_dim is None:
+        reasons["sketch_dim"] = "no gradient sketches were stored" if sketches is None else "the rows are whole gradients"
     missing = _why_no_pairs(n, sketches)
     products = None if sketches is None else pair_products(sketches)
     error = _sketch_error(sketches, sketch_layout, sketch_dim)
     law["sketch_standard_error"] = error
+    if error is None:
+        reasons["sketch_standard_error"] = "no gradient sketches were stored"
     averages = _averages(columns, products, error, bootstrap, seed, missing)
     for name, row in COLUMNS.items():
         law |= _constant(name, row, averages, products, bootstrap, missing, reasons)
     silence = NO_REWARD_DIFFERED if not np.any(columns[2] / 2 + columns[0]) else None  # E||h||^2 of every prompt is 0
+    if silence:  # an interval [0, 0] would be a certainty that nobody has
+        without = dict.fromkeys([f"{name}_ci95" for name in COLUMNS])
+        law |= without
+        reasons |= dict.fromkeys(without, silence)
     law |= _curve(law, averages, bootstrap, missing, reasons)
     law |= _optimum(law, averages, bootstrap, silence or missing, reasons)
     law |= _prospect(law, columns[0], products, theta_sq_noise, silence or missing, reasons)
@@ -184,7 +193,7 @@ def _checked(columns, sketches) -> int:
 def _why_no_pairs(n: int, sketches) -> str | None:
     if sketches is None:
         return "no gradient sketches were stored; measure again with --sketch_dim above 0"
-    return ONE_PROMPT if n == 1 else FEW_PROMPTS if n < MIN_PROMPTS else None
+    return NO_PAIRS if n == 1 else FEW_PROMPTS if n < MIN_PROMPTS else None
 
 
 def _sketch_error(sketches, layout, sketch_dim) -> float | None:
@@ -209,8 +218,8 @@ def _constant(name, row, averages, products, bootstrap, missing, reasons) -> dic
         common = np.nan if products is None else pair_mean(products)
         value = float(row[0] * averages.means[0] + row[-1] * common)
         found = {name: value if np.isfinite(value) else None, f"{name}_ci95": None}
-    pairs = bool(row[-1]) and missing
-    reasons |= {key: pairs or ONE_PROMPT for key, each in found.items() if each is None}
+    why = missing if row[-1] and missing else ONE_PROMPT
+    reasons |= {key: why for key, each in found.items() if each is None}
     return found
 
 
@@ -232,7 +241,7 @@ def _curve(law, averages, bootstrap, missing, reasons) -> dict:
 
 
 def _optimum(law, averages, bootstrap, unknown, reasons) -> dict:
-    """G* and what depends on it, or None with the reason; what a wrong size costs, which needs no G*."""
+    """G* and what depends on it, or None with the reason; what a wrong size costs, which needs a c3 above 0 but no G*."""
     keys = (
         "G_star",
         "G_star_ci95",
@@ -248,18 +257,15 @@ def _optimum(law, averages, bootstrap, unknown, reasons) -> dict:
     if unknown is not None:
         reasons["relative_mse"] = unknown
         return _without(result, reasons, unknown)
+    if law["c3"] <= 0:
+        noise = "is not above 0; c3 cannot be below 0, so this is noise: more prompts or more continuations are needed"
+        reasons["relative_mse"] = f"{_stated(law, 'c3')} {noise}"
+        return _without(result, reasons, reasons["relative_mse"])
     result["relative_mse"], why = relative_mse(averages, POWERS[POWERS <= GROUP_SIZES[-1]], bootstrap)
     if why:
         reasons["relative_mse"] = why
         reasons["almost_best"] = why
     result["almost_best"] = almost_best(result["relative_mse"])
-    if law["c3"] <= 0:
-        return _without(
-            result,
-            reasons,
-            f"{_stated(law, 'c3')} is not above 0; c3 cannot be below 0, so this is noise: "
-            "more prompts or more continuations are needed",
-        )
     bound = best_size_bound(averages, 5.0)
     result["G_star_at_least"] = bound if bound is None or bound > 2 else None
     if result["G_star_at_least"] is None:

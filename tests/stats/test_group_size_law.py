@@ -391,7 +391,8 @@ def test_rewards_that_never_differ_have_no_best_group_size_and_say_why():
     law = group_size_law(
         theta_sq, moments.shared_member - theta_sq, moments.same_pair - theta_sq, np.zeros((6, 4)), n_bootstrap=50
     )
-    for name in (*ANSWERS, "almost_best", "more_prompts", "gradient_noise_scale"):
+    intervals = [f"{name}_ci95" for name in ("c1", "c2", "c3", "mean_theta_sq", "mean_theta_norm_sq")]
+    for name in (*ANSWERS, *intervals, "almost_best", "more_prompts", "gradient_noise_scale"):
         assert law[name] is None and law["reasons"][name].startswith("no reward ever differed"), name
     assert law["relative_mse"]["value"] is None and "no reward ever differed" in law["reasons"]["relative_mse"]
     assert "no best group size: no reward ever differed" in report(law, budget=64)
@@ -410,9 +411,11 @@ def test_a_c3_that_is_not_above_zero_is_noise_and_never_the_answer_two(c1, c3):
     """c3 >= 0 for every policy, so such an estimate says that more is needed, and not that G = 2 is best."""
     assert np.isnan(best_group_size(c1, c3)) and np.isnan(best_integer(c1, 1.0, c3))
     law = group_size_law(*plain_case(c1=c1, c3=c3), n_bootstrap=100)
-    for name in ANSWERS:
+    for name in (*ANSWERS, "almost_best"):
         assert law[name] is None and "c3" in law["reasons"][name] and "noise" in law["reasons"][name], name
-    assert "no best group size: c3" in report(law, budget=64)
+    assert law["relative_mse"]["value"] is None and "noise" in law["reasons"]["relative_mse"]
+    text = report(law, budget=64)
+    assert "no best group size: c3" in text and text.count("so this is noise") == 1 and "within 10%" not in text
     json.dumps(law, allow_nan=False)
 
 
@@ -456,11 +459,12 @@ def test_where_the_sketch_is_what_hides_c1_a_larger_sketch_is_asked_for():
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_few_prompts_are_reasons_not_errors(n):
     law = group_size_law(*plain_case(n=n, mean=1.0), n_bootstrap=50)
-    nulls = [name for name, value in law.items() if value is None and name != "sketch_dim"]
+    nulls = [name for name, value in law.items() if value is None]
     assert {"c1_ci95", "G_star", "G_star_ci95", "within_10_percent", "gradient_noise_scale"} <= set(nulls)
     assert set(nulls) <= set(law["reasons"])
     assert (law["c1"] is None) == (n == 1) and law["c2"] is not None
-    assert ("one prompt" if n == 1 else "fewer than 4") in law["reasons"]["G_star"]
+    assert ("needs at least two" if n == 1 else "fewer than 4") in law["reasons"]["G_star"]
+    assert n > 1 or "needs at least two" in law["reasons"]["c1"] and "interval" in law["reasons"]["c2_ci95"]
     json.dumps(law, allow_nan=False)
     assert "no best group size" in report(law, budget=64)
 
@@ -469,7 +473,7 @@ def test_records_without_sketches_say_so():
     *moments, _, values = plain_case()
     law = group_size_law(*moments, None, values, n_bootstrap=50)
     assert law["c1"] is None and "--sketch_dim" in law["reasons"]["c1"] and law["c3_ci95"] is not None
-    assert "--sketch_dim" in report(law)
+    assert "--sketch_dim" in report(law) and all(name in law["reasons"] for name, value in law.items() if value is None)
     json.dumps(law, allow_nan=False)
 
 
