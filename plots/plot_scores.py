@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from Gradient_evaluation.errors import UserError
 from plots.measurement import Measurement
-from plots.style import COLOURS, CURVES, finish, new_ax
+from plots.style import COLOURS, CURVES, finish, new_ax, note
 
 MAX_LEVELS = 5  # boxes; rewards of more distinct values are put in as many classes of equal width
 
@@ -146,5 +146,6 @@ def plot_on_policy_check(measured: Measurement, ax=None):
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.set_xlabel(f"prompts in order of their estimate\n(n = {len(values):,} prompts)")
     ax.set_ylabel("share of the score's mean\n||E g||² / E||g||²")
+    note(ax, "warning: these are not the scores of the sampled law" if check.get("warning") else "")
     finish(ax)
     return ax.get_figure(), ax

@@ -23,7 +23,8 @@ def mse_table(results: dict) -> str:
         head = escape(label_of(name)) + (f"<br><small>{escape(title)}</small>" if title else "")
         rows.append(f"<tr><th>{head}</th>{''.join(map(_cell, values, intervals))}</tr>")
     sizes = "".join(f"<th>K = {size}</th>" for size in results["K_list"])
-    return (
+    warning = (results.get("on_policy_check") or {}).get("warning")
+    return (f"<p>warning: {escape(warning)}</p>\n" if warning else "") + (
         "<table><caption>MSE of the gradient estimate, in squared gradient units, and its 95% interval over prompts"
         f"</caption>\n<tr><th>estimator</th>{sizes}</tr>\n" + "\n".join(rows) + "\n</table>"
     )

@@ -18,6 +18,7 @@ from plots.measurement import Scores, load_measurement
 from plots.plot_estimators import FAIR, fit_ratio_law, missing, plot_any_group_size, plot_estimators, plot_ratio, ratios_by_size
 from plots.plot_prompts import difficulty, plot_prompt_traces, plot_variance_shares
 from plots.plot_scores import best_baseline, plot_best_baselines, plot_on_policy_check, plot_score_norms, reward_classes
+from plots.summary import mse_table
 
 NEED_GRAMS = [
     (plot_prompt_traces, (4,)),
@@ -163,6 +164,11 @@ def test_the_on_policy_points_average_to_the_ratio_of_the_results(measured):
     assert starting(shown, "mean")[1] == pytest.approx([check["ratio"]] * 2)
     (band,) = ax.patches
     assert band.get_height() == pytest.approx(2 * 1.96 * check["standard_error"])
+    assert not any("warning" in text.get_text() for text in ax.texts)
+    warned = {**measured.results, "on_policy_check": {**check, "warning": "not of the <sampled> law"}}
+    _, ax = plot_on_policy_check(replace(measured, results=warned))
+    assert any("warning" in text.get_text() for text in ax.texts)
+    assert "warning: not of the &lt;sampled&gt; law" in mse_table(warned) and "warning" not in mse_table(measured.results)
 
 
 def test_prompts_are_counted_in_whole_numbers_on_the_axis(measured, small_run):

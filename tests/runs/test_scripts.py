@@ -122,7 +122,10 @@ def test_exact_scoring_passes_the_on_policy_check_and_published_scoring_fails_it
     exact = read(measured / "tracecov_four tokens.json")["on_policy_check"]
     assert abs(exact["ratio"]) < 4 * exact["standard_error"]
     assert tracecov(policy, table, tmp_path, "--K_list", 8, "--M", 60, "--scoring", "published")[0] == 0
-    published = read(tmp_path / "tracecov_four tokens.json")["on_policy_check"]
+    results = read(tmp_path / "tracecov_four tokens.json")
+    published = results["on_policy_check"]
+    assert published["warning"].startswith("--scoring published") and "on_policy_check.warning" not in results["reasons"]
+    assert exact["warning"] is None
     assert published["ratio"] > 2.5 * published["standard_error"]  # the error is over five unlike prompts
     assert published["ratio"] > 20 * abs(exact["ratio"])
 
