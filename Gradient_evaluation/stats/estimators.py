@@ -54,7 +54,7 @@ def prompt_only(prompts: PromptMoments, group_size: int, baseline: np.ndarray | 
     """The estimator (1/K) sum_i g_i (Z_i - b(x)) with b fixed before the group is drawn; a text b is a reason."""
     if isinstance(baseline, str):
         return unbiased(prompts, baseline)
-    return unbiased(prompts, prompt_only_trace(prompts.coefficients, baseline) / group_size)
+    return unbiased(prompts, prompt_only_trace(prompts.coefficients, baseline - prompts.centre) / group_size)
 
 
 def best_baseline(prompts: PromptMoments, group_size: int) -> Moments:
@@ -92,7 +92,7 @@ def mixture_trace(prompts: PromptMoments, group_size: int, weight, baseline) -> 
 
 def _mixture_parts(prompts: PromptMoments, group_size: int, baseline: np.ndarray):
     """tr Cov of leave-one-out and of prompt-only at baseline (..., n), and their covariance; broadcast to (..., n)."""
-    group = group_trace(prompts.pairs, group_size)
+    group, baseline = group_trace(prompts.pairs, group_size), baseline - prompts.centre
     constant = prompt_only_trace(prompts.coefficients, baseline) / group_size
     covariance = 2 / group_size * (prompts.mixture[:, 0] - baseline * prompts.mixture[:, 1])
     return np.broadcast_to(group, constant.shape), constant, covariance

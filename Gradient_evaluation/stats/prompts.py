@@ -35,6 +35,7 @@ class PromptMoments:
     oracle_value: np.ndarray | str  # (n,) V(x)
     greedy_reward: np.ndarray | str  # (n,) reward of the greedy continuation
     mean_reward: np.ndarray  # (n,) mean reward of the prompt's own continuations
+    centre: np.ndarray  # (n,) what is taken off the rewards and baselines in coefficients and mixture, so that digits stay
     coefficients: np.ndarray  # (n, 3) A, N, D of prompt_only_coefficients
     best_trace: np.ndarray | str  # (n,) per-continuation trace at the cross-fitted b*
     pairs: PairMoments  # three (n,)
@@ -97,8 +98,10 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
     if not blocks:
         raise ValueError(f"{name}: has no blocks")
     greedy = getattr(record, "greedy_reward", None)
-    coefficients = [prompt_only_coefficients(gram, rewards) for gram, rewards, _ in blocks]
     everything = [np.concatenate([block[part] for block in blocks]) for part in (1, 2)]
+    shift = everything[0].mean()  # with a large constant in the rewards A - 2 b N + b^2 D would lose all digits
+    centred = [(gram, rewards - shift) for gram, rewards, _ in blocks]
+    coefficients = [prompt_only_coefficients(*block) for block in centred]
     value = _number(record.oracle_value, f"{name}: the oracle value", "no oracle value V(x)")
     centre = everything[0].mean() if isinstance(value, str) else value
     classes = [_classes(rewards, centre) for _, rewards, _ in blocks]
@@ -107,7 +110,7 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
         "coefficients": coefficients,
         "pairs": [pair_moments(gram, rewards) for gram, rewards, _ in blocks],
         "pairs_by_length": [pair_moments(g / np.outer(length, length), z) for g, z, length in blocks],
-        "mixture": [mixture_coefficients(gram, rewards) for gram, rewards, _ in blocks],
+        "mixture": [mixture_coefficients(*block) for block in centred],
         "score_mean_sq": [off_diagonal(gram, np.ones(len(gram)), np.ones(len(gram))) for gram, _, _ in blocks],
         "score_norm_sq": [(each * np.diag(gram)).mean(-1) for each, (gram, _, _) in zip(classes, blocks)],
         "outcome_share": [each.mean(-1) for each in classes],
@@ -118,7 +121,8 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
         "oracle_value": value,
         "greedy_reward": _number(greedy, f"{name}: the greedy reward", NO_GREEDY),
         "theta_sq_noise": _variance_of_mean([found.disjoint for found in means["pairs"]]),
-        "best_trace": _best_trace(blocks, np.array(coefficients)),
+        "centre": shift,
+        "best_trace": _best_trace(centred, np.array(coefficients)),
         "n_outcomes": np.sum([each.sum(-1) for each in classes], axis=0),
         "outcomes": reward_counts(*everything),
         "n_blocks": len(blocks),
@@ -176,8 +180,8 @@ def best_baselines(blocks: Sequence[tuple]) -> np.ndarray:
     B = 16). Cross-fitted, the trace is that of a b* known only up to the other blocks' noise, so it errs upward:
     by 10 to 20% with two blocks of 16 (then the oracle may come out below it), by about 1% with sixteen.
     """
-    weighted = np.array([(rewards * np.diag(gram)).sum() for gram, rewards, _ in blocks])
-    square = np.array([np.trace(gram) for gram, _, _ in blocks])
+    weighted = np.array([(rewards * np.diag(gram)).sum() for gram, rewards, *_ in blocks])
+    square = np.array([np.trace(gram) for gram, *_ in blocks])
     # Sums over the others, not total minus own: a block must not reach its own baseline even by rounding.
     others = 1.0 - np.eye(len(blocks))
     numerator, denominator = others @ weighted, others @ square

@@ -162,6 +162,7 @@ def exact_prompts(policies, group_sizes=()) -> PromptMoments:
         oracle_value=value,
         greedy_reward=np.full(len(policies), GREEDY),
         mean_reward=value,
+        centre=np.zeros(len(policies)),
         coefficients=coefficients,
         best_trace=best_trace,
         pairs=PairMoments(*pairs.T),
@@ -286,6 +287,7 @@ def test_any_mixture_of_leave_one_out_and_a_constant_has_its_exact_trace(seed, c
     gram, rewards, _, chance = policy.blocks(4)
     pairs = PairMoments(*(np.array([chance @ part]) for part in pair_moments(gram, rewards)))
     prompts = SimpleNamespace(
+        centre=0.0,
         pairs=pairs,
         mixture=np.array([chance @ mixture_coefficients(gram, rewards)]),
         coefficients=np.array([chance @ prompt_only_coefficients(gram, rewards)]),
@@ -474,7 +476,7 @@ def test_a_block_too_small_for_pairs_of_groups_still_gives_the_mse_to_theta():
 def test_the_greedy_baseline_needs_its_continuation_and_says_so():
     records = sampled_records(6)
     moments = reduce_prompts(records)
-    expected = np.mean(prompt_only_trace(moments.coefficients, np.arange(6) % 2.0)) / 4
+    expected = np.mean(prompt_only_trace(moments.coefficients, np.arange(6) % 2.0 - moments.centre)) / 4
     found = summarise(moments, [4], 20, names=["remax"])["estimators"]["greedy"]
     assert found["trace_cov"] == pytest.approx([expected])
     del records[3].greedy_reward
