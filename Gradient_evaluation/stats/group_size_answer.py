@@ -118,6 +118,14 @@ def forecast(
     lies at c1 minus q standard errors; c1 itself is as uncertain as that, so with 0.84 more of them the lower end comes
     out above 0 with a chance of 80%.
     """
+    scale = max(np.abs(theta_sq).max(), np.abs(products).max()) or 1.0  # the answer has no unit, and no square overflows
+    theta_sq, products, interval, sketch_error = (
+        theta_sq / scale,
+        products / scale,
+        np.divide(interval, scale),
+        sketch_error / scale,
+    )
+    noise = None if noise is None else noise / scale / scale
     n, table = len(theta_sq), (theta_sq[:, None] + theta_sq) / 2 - products
     np.fill_diagonal(table, 0.0)
     spread, rest = (float(part[0, 0]) for part in pair_variances([table]))

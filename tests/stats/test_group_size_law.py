@@ -589,3 +589,15 @@ def test_the_sketch_error_cancels_where_two_estimators_agree():
 def test_cosines_of_few_prompts_are_null_with_the_reason(n):
     found = prompt_averaged_cosines(np.ones((n, 1, 4)), np.ones((n, 4)), ["a"], n_bootstrap=20)["a"]
     assert found["cosine"] is None and found["reason"]
+
+
+@pytest.mark.parametrize("unit", [1e-30, 1e30])
+@pytest.mark.filterwarnings("error")
+def test_the_unit_of_the_rewards_changes_no_answer(unit):
+    theta_sq, zeta1, zeta2, gradients, outcomes = plain_case(n=12, c1=0.3, spread=1.0)
+    plain = group_size_law(theta_sq, zeta1, zeta2, gradients, outcomes, n_bootstrap=50)
+    square = unit**2
+    law = group_size_law(theta_sq * square, zeta1 * square, zeta2 * square, gradients * unit, outcomes, n_bootstrap=50)
+    assert plain["more_prompts"] is not None and law["more_prompts"] == plain["more_prompts"]
+    assert law["relative_mse"]["value"] == pytest.approx(plain["relative_mse"]["value"], rel=1e-9)
+    assert law["c1"] == pytest.approx(plain["c1"] * square, rel=1e-9)
