@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +46,6 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from Gradient_evaluation.gram.score_gram import ScoreGram  # noqa: E402
-from Gradient_evaluation.gram.self_audit import in_float32  # noqa: E402
 from Gradient_evaluation.models import (
     device_line,
     fingerprint,
@@ -56,6 +56,7 @@ from Gradient_evaluation.models import (
     warn_of_risks,
     weights_digest,
 )
+from Gradient_evaluation.runs.checks import check_sampler, in_float32  # noqa: E402
 from Gradient_evaluation.runs.files import append_row  # noqa: E402
 from Gradient_evaluation.runs.memory import Batch, limited_memory, tune_allocator  # noqa: E402
 from Gradient_evaluation.runs.oracle_table import GRADED, ZERO_ONE, Row, check_ground_truths, load_dataset_rows, rewards_of  # noqa: E402
@@ -75,8 +76,7 @@ from Gradient_evaluation.runs.resume import (
     saved_on_interrupt,
     write_table,
 )
-from Gradient_evaluation.runs.sampler_check import check_sampler  # noqa: E402
-from Gradient_evaluation.sampling.generate import sample_continuations, uniforms  # noqa: E402
+from Gradient_evaluation.sampling.generate import log_probs, sample_continuations, uniforms  # noqa: E402
 from Gradient_evaluation.utils import REWARDS  # noqa: E402
 
 CHECKED = 16  # continuations whose log-probs are compared with those of a forward pass
@@ -155,13 +155,14 @@ def oracle_columns(rewards: np.ndarray, zero_one: bool) -> dict:
 
 
 def check_law(model, tokenizer, prompt_ids, row, args, batch: Batch) -> None:
-    """Raise UserError where the sampler's law is not that of the model's forward pass (sampler_check.py)."""
+    """Raise UserError where the sampler's law is not that of the model's forward pass (runs/checks.py)."""
     u = uniforms(args.seed, "audit", row.prompt_id, 0, min(CHECKED, args.n_oracle), args.max_new_tokens)
-    gram = ScoreGram(model, law_of(args))
+    law = law_of(args)
 
     def check(size: int) -> dict:
-        drawn = sample_continuations(model, tokenizer, prompt_ids, u[:size], law_of(args), size)
-        return check_sampler(gram, prompt_ids, drawn, row.where)
+        drawn = sample_continuations(model, tokenizer, prompt_ids, u[:size], law, size)
+        with ScoreGram(model, partial(log_probs, law=law)) as gram:
+            return check_sampler(gram, law, prompt_ids, drawn, row.where)
 
     def in_batches() -> dict:
         return Batch(batch.flag, min(batch.size, len(u)), least=1).run(check, row.where)

@@ -161,7 +161,6 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from Gradient_evaluation.chat_template import Chat  # noqa: E402
-from Gradient_evaluation.gram.score_gram import ScoreGram  # noqa: E402
 from Gradient_evaluation.models import (
     device_line,
     fingerprint,
@@ -177,12 +176,12 @@ from Gradient_evaluation.runs import (
     group_size_report,  # noqa: E402
 )
 from Gradient_evaluation.runs.files import write_json  # noqa: E402
-from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size  # noqa: E402
+from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size, score_gram  # noqa: E402
 from Gradient_evaluation.runs.memory import limited_memory, tune_allocator  # noqa: E402
 from Gradient_evaluation.runs.oracle_table import Row, check_ground_truths, check_law, load_oracle_table  # noqa: E402
 from Gradient_evaluation.runs.processes import Processes  # noqa: E402
 from Gradient_evaluation.runs.progress import Progress  # noqa: E402
-from Gradient_evaluation.runs.prompts import chat_from, law_of, law_record, tokenised  # noqa: E402
+from Gradient_evaluation.runs.prompts import chat_from, law_record, tokenised  # noqa: E402
 from Gradient_evaluation.runs.results import (
     finished_results,
     report,
@@ -342,20 +341,12 @@ def measure_all(plan: Plan, args, dtype: torch.dtype, processes: Processes) -> N
     model = load_model(args.model, args.revision, processes.device, dtype, args.trust_remote_code)
     fingerprints = processes.gather(fingerprint(model))
     processes.from_first(begin, plan, args, fingerprints)
-    gram = ScoreGram(
-        model,
-        law_of(args),
-        args.scoring,
-        args.gram_memory * 2**20,
-        args.params,
-        args.sketch_dim,
-        gradient_checkpointing=args.gradient_checkpointing,
-        gram_dtype=args.gram_dtype,
-    )
+    gram = score_gram(model, args)
     measurement = Measurement(model, tokenizer, gram, args)
     done = len(plan.chosen) - len(plan.todo)
     checks = {"gen_bs": args.gen_bs, **read_checks(plan.grams)}
     with (
+        gram,
         limited_memory(args.max_memory, processes.device),
         Progress(len(plan.chosen), done, "reward", args.quiet, processes) as progress,
     ):
