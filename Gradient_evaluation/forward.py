@@ -44,13 +44,13 @@ def position_ids(padding: int | None, tokens: torch.Tensor) -> torch.Tensor:
 def replaced_forward(layers: Iterable[nn.Module], make: Callable[[nn.Module, Callable], Callable]) -> Iterator[None]:
     """While inside, each layer's forward is ``make(layer, its forward so far)``; hooks run as they would."""
     before = [(layer, vars(layer).get("forward")) for layer in layers]  # an own one: another library's wrapper
-    for layer, _ in before:
-        layer.forward = make(layer, layer.forward)
     try:
+        for layer, _ in before:
+            layer.forward = make(layer, layer.forward)
         yield
     finally:
         for layer, own in before:
-            del layer.forward
+            vars(layer).pop("forward", None)
             if own is not None:
                 layer.forward = own
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +42,7 @@ from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
 from Gradient_evaluation.gram.score_gram import ScoreGram  # noqa: E402
 from Gradient_evaluation.models import load_model, load_tokenizer, resolve_device, resolve_dtype  # noqa: E402
 from Gradient_evaluation.runs.memory import tune_allocator  # noqa: E402
-from Gradient_evaluation.sampling.generate import SamplingLaw, eos_token_ids, sample_continuations, uniforms  # noqa: E402
+from Gradient_evaluation.sampling.generate import SamplingLaw, eos_token_ids, log_probs, sample_continuations, uniforms  # noqa: E402
 from Gradient_evaluation.stats import summary as estimators  # noqa: E402
 from Gradient_evaluation.utils import format_prompt, integer_reward  # noqa: E402
 from plots.style import save_figure  # noqa: E402
@@ -97,7 +99,7 @@ class Subject:
                 text = f"{example['prompt'][0]['content']} {example['ground_truth']}\n{text}"
         self.prompt_ids = format_prompt(self.tokenizer, [{"role": "user", "content": text}])
         self.eos = eos_token_ids(self.model, self.tokenizer)
-        self.gram_dtype = args.gram_dtype
+        self.gram_dtype, self.held = args.gram_dtype, ExitStack()
 
     def sample(self, count: int, script: str = "bench"):
         u = uniforms(0, script, 0, 0, count, LAW.max_new_tokens)
@@ -113,7 +115,9 @@ class Subject:
             self.model.generation_config.eos_token_id, self.tokenizer.eos_token = ends
 
     def gram(self, **settings) -> ScoreGram:
-        return ScoreGram(self.model.requires_grad_(True), LAW, gram_dtype=self.gram_dtype, **settings)
+        """Entered, until this process ends."""
+        grams = ScoreGram(self.model.requires_grad_(True), partial(log_probs, law=LAW), gram_dtype=self.gram_dtype, **settings)
+        return self.held.enter_context(grams)
 
     def rewards(self, continuations) -> torch.Tensor:
         return torch.tensor(
@@ -121,6 +125,10 @@ class Subject:
             dtype=torch.float32,
             device=self.device,
         )
+
+
+def tokens(continuations) -> list[tuple[int, ...]]:
+    return [each.tokens for each in continuations]
 
 
 def sampling(subject: Subject, args) -> dict:
@@ -142,9 +150,9 @@ def gram(subject: Subject, args) -> dict:
         continuations, grams = subject.full_length(size), subject.gram()
         passes = [subject.model, subject.prompt_ids, continuations, LAW]
         with FlopCounterMode(display=False) as counter:
-            grams.block(subject.prompt_ids, continuations)
+            grams.block(subject.prompt_ids, tokens(continuations))
         works = {
-            "block": lambda: grams.block(subject.prompt_ids, continuations),
+            "block": lambda: grams.block(subject.prompt_ids, tokens(continuations)),
             "forward_backward": lambda: ordinary_passes(*passes, 1),
             "forward_3_backwards": lambda: ordinary_passes(*passes, 3),
         }
@@ -166,7 +174,7 @@ def our_sweep(subject: Subject, grams: ScoreGram, sizes: list[int]) -> None:
     """Every K at M = 1: one set of max(K) continuations, one block."""
     drawn = subject.sample(max(sizes))
     subject.rewards(drawn)
-    grams.block(subject.prompt_ids, drawn)
+    grams.block(subject.prompt_ids, tokens(drawn))
 
 
 def published_sweep(subject: Subject, traces: RunningTraces, sizes: list[int]) -> None:
@@ -201,7 +209,7 @@ def peak_of(kind: str, args) -> None:
         elif work == "forward_backward":  # what bounds both from below: the activations and one gradient
             ordinary_passes(subject.model, subject.prompt_ids, continuations, LAW, 1)
         else:
-            grams.block(subject.prompt_ids, continuations)
+            grams.block(subject.prompt_ids, tokens(continuations))
     print(json.dumps({"bytes": peak.bytes}))
 
 
@@ -236,7 +244,7 @@ def efficiency(subject: Subject, clock: str, blocks: int = 8, groups: int = 24) 
     sampled = seconds(lambda: subject.sample(max(K_LIST)), subject.device, clock)
     made = []
     spent = blocks * sampled + seconds(
-        lambda: made.extend(grams.block(subject.prompt_ids, c).gram for c in drawn), subject.device, clock
+        lambda: made.extend(grams.block(subject.prompt_ids, tokens(c)).gram for c in drawn), subject.device, clock
     )
     ours = np.array(
         [[[_trace(q, z, c, name, size) for size in K_LIST] for name in ESTIMATORS] for q, z, c in zip(made, rewards, drawn)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from bench_measures import interleaved
@@ -9,7 +11,7 @@ from bench_protocol import RunningTraces
 from tiny_models import tiny_model
 
 from Gradient_evaluation.gram.score_gram import ScoreGram
-from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw
+from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw, log_probs
 from plots.style import new_figure
 
 BASE = {"largest K": 32, "M": 1, "prompt tokens": 64, "response tokens": 32, "width": 128}
@@ -61,18 +63,20 @@ def _cost(setting: dict, device: torch.device, clock: str) -> dict:
         Continuation(tuple(rng.integers(3, VOCABULARY, setting["response tokens"]).tolist()), False, "") for _ in range(largest)
     ]
     sizes = [k for k in (4, 8, 16, 32, 64) if k <= largest]
-    grams, traces = ScoreGram(model, law), RunningTraces(model)
+    grams, traces = ScoreGram(model, partial(log_probs, law=law)), RunningTraces(model)
+    tokens = [each.tokens for each in drawn]
 
     def ours():
         for _ in range(repeats):
-            grams.block(prompt, drawn)
+            grams.block(prompt, tokens)
 
     def published():
         for size in sizes * repeats:
             traces.add(prompt, drawn[:size], torch.arange(size, device=device) % 2.0, 0.5, law)
 
-    ours()  # what is made once, and the first touch of memory
-    times = interleaved({"ours": ours, "published": published}, 1, device, clock)
+    with grams:
+        ours()  # what is made once, and the first touch of memory
+        times = interleaved({"ours": ours, "published": published}, 1, device, clock)
     return {name: values[0] for name, values in times.items()} | {"parameters": sum(p.numel() for p in model.parameters())}
 
 

@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
+from grams import block_of, score_gram, tokens
 from scripts import ORACLE, ROOT, ended, start, torchrun
 from test_sampling import PROMPT, frequencies_agree
 from tiny_models import enumerable_policy, enumerate_outcomes, random_continuations, tiny_model, tiny_tokenizer
 
 from data.make_arithmetic import make_problems, write_jsonl
-from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.models import resolve_device
+from Gradient_evaluation.runs.checks import self_audit
 from Gradient_evaluation.runs.memory import Batch, limited_memory
 from Gradient_evaluation.sampling.generate import SamplingLaw, sample_continuations, uniforms
 
@@ -26,10 +27,11 @@ def test_gram_on_cuda_is_that_of_the_cpu(family, dtype, tolerance):
     other.load_state_dict(exact.state_dict())
     exact.load_state_dict({k: v.double() for k, v in other.state_dict().items()})
     continuations = random_continuations(0, (3, 6, 1, 5))
-    truth = ScoreGram(exact, LAW).block(GRAM_PROMPT, continuations).gram
-    gram = ScoreGram(other.cuda(), LAW)
-    assert np.abs(gram.block(GRAM_PROMPT, continuations).gram - truth).max() < tolerance * np.abs(truth).max()
-    gram.audit(GRAM_PROMPT, continuations)
+    truth = block_of(exact, continuations, LAW, GRAM_PROMPT).gram
+    with score_gram(other.cuda(), LAW) as gram:
+        found = gram.block(GRAM_PROMPT, tokens(continuations)).gram
+        self_audit(gram, GRAM_PROMPT, tokens(continuations))
+    assert np.abs(found - truth).max() < tolerance * np.abs(truth).max()
 
 
 @pytest.mark.parametrize("law", [SamplingLaw(max_new_tokens=3), SamplingLaw(1.4, 0.85, 4, 3)], ids=["neutral", "cut"])
@@ -40,7 +42,7 @@ def test_frequencies_on_cuda_are_those_of_the_law(law):
     frequencies_agree(sample_continuations(model.cuda(), tiny_tokenizer(), PROMPT, u, law, 1000), outcomes)
 
 
-def test_peak_memory_of_a_block_is_the_model_and_its_activations():
+def test_a_block_peaks_at_the_model_and_its_activations():
     model = tiny_model(
         "qwen2",
         dtype=torch.float32,
@@ -50,12 +52,13 @@ def test_peak_memory_of_a_block_is_the_model_and_its_activations():
         num_attention_heads=8,
         head_dim=64,
     ).cuda()
-    gram, continuations = ScoreGram(model, LAW, budget=2**20), random_continuations(0, (3, 6, 1, 5))
-    gram.block(GRAM_PROMPT, continuations)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    gram.block(GRAM_PROMPT, continuations)
+    continuations = tokens(random_continuations(0, (3, 6, 1, 5)))
+    with score_gram(model, LAW, budget=2**20) as gram:
+        gram.block(GRAM_PROMPT, continuations)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        gram.block(GRAM_PROMPT, continuations)
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     assert torch.cuda.max_memory_allocated() - before < parameters / 2
 
@@ -72,7 +75,7 @@ def test_gram_in_bfloat16_products_is_near_that_of_float32(checkpointing):
     model = tiny_model("qwen2", dtype=torch.bfloat16).cuda()
     continuations = random_continuations(0, (3, 6, 1, 5))
     exact, fast = (
-        ScoreGram(model, LAW, gram_dtype=dtype, gradient_checkpointing=checkpointing).block(GRAM_PROMPT, continuations)
+        block_of(model, continuations, LAW, GRAM_PROMPT, gram_dtype=dtype, gradient_checkpointing=checkpointing)
         for dtype in ("float32", "bfloat16")
     )
     assert np.abs(exact.gram - fast.gram).max() < 0.05 * np.abs(exact.gram).max()

@@ -1,44 +1,239 @@
-"""How one layer's input and output gradient give its share of the score Gram.
+"""How the input and the output gradient of one layer give its share of the score Gram.
 
-The gradient of sample i with respect to a parameter is a sum over the uses of that parameter in the forward
-pass. A use is held in factored form, never as a gradient of the parameter's size per sample:
+The gradient of sample i with respect to a parameter is a sum over the uses of that parameter in the forward pass. A use
+is kept in factored form, never as a gradient of the parameter's size per sample. There is one class per kind of gradient,
+with ``gram`` (the inner products of all samples) and ``sketch`` (sketch.py):
 
-* Outer (outer_gram.py): a Linear layer, gradient_i = sum_t b_it a_it^T with input a and output gradient b;
-* Rows: an embedding, gradient_i[v] = sum over positions t whose id is v of b_it;
-* Dense: anything small (biases, norms), the per-sample gradient itself.
+* LinearGradient, a Linear layer: gradient_i = sum_t b_it a_it^T with input a and output gradient b;
+* RowsGradient, an embedding: gradient_i[v] = sum over positions t whose id is v of b_it;
+* DenseGradient, anything small (biases, norms): the per-sample gradient itself;
+* TiedHead, what a head and an embedding with the same weight add to each other.
 
-``RULES`` maps an exact module class to the function that turns (module, input, output gradient) into uses; to
-teach this file a new layer, add one entry. ``uses_by_vjp`` serves every other module that maps a batch to a
-batch. ``gram`` contracts the uses of one parameter to Q[i, j] = <gradient_i, gradient_j>. Notation: B samples,
-T positions, d_in and d_out features. Products run in float32 or better and are summed in float64.
+``RULES`` maps an exact module class to a rule: a function of (module, input, output gradient) that gives one gradient per
+parameter of the module itself. ``register`` adds a rule. ``uses_by_vjp`` serves every other module that maps a batch to a
+batch. Notation: B samples, T positions, d_in and d_out features. Products run in float32 or better; sums are float64.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from Gradient_evaluation.gram.linear import Outer, SymmetricSum, outer_gram, widen
+from Gradient_evaluation.gram.linear import SymmetricSum, linear_gram, widen
+
+if TYPE_CHECKING:
+    from Gradient_evaluation.gram.sketch import ParameterSketch
 
 
-class Rows(NamedTuple):
+class UnsupportedUse(Exception):
+    """A parameter is used in a way that no rule can contract. The exact fallback measures it."""
+
+
+class Gradient:
+    """What one use of a parameter adds to the gradient of every sample: the base of all kinds.
+
+    A kind has ``batch`` (its number of samples B), ``gram`` and ``sketch``, and ``joined`` where a parameter of its kind
+    may be used more than once.
+    """
+
+    batch: int
+    can_be_head = False  # of an embedding with the same weight
+
+    def gram(self, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Q (B, B) float64, Q[i, j] = <gradient_i, gradient_j>.
+
+        budget: bytes of a temporary. dtype: of the products of a Linear weight; None: float32 or better.
+        """
+        raise NotImplementedError
+
+    def sketch(self, matrices: ParameterSketch) -> torch.Tensor:
+        """Sketch of every sample's gradient → (B, matrices.size) float32 or better."""
+        raise NotImplementedError
+
+    def joined(self, others: list[Gradient]) -> Gradient:
+        """The sum of this and other uses of the same parameter. Raises UnsupportedUse when they are of different kinds."""
+        if any(type(other) is not type(self) for other in others):
+            raise UnsupportedUse("one parameter used by layers of different kinds")
+        return self._joined(others) if others else self
+
+    def _joined(self, others: list[Gradient]) -> Gradient:
+        raise UnsupportedUse(f"several uses of one parameter as {type(self).__name__}")
+
+    def with_shared(self, shared: int) -> Gradient:
+        """The same gradient, known to have the same input in its first ``shared`` positions in all samples."""
+        return self
+
+    def row_sums(self) -> _RowSums:
+        raise UnsupportedUse("a head tied to an embedding that does more than look up")
+
+
+@dataclass(frozen=True, eq=False)
+class LinearGradient(Gradient):
+    """gradient_i = sum_t b_it a_it^T, a: (B, T, d_in), b: (B, T, d_out); a Linear weight is (d_out, d_in).
+
+    transposed: the weight is stored (d_in, d_out); shared: the first so many positions have the same input in all samples.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    transposed: bool = False
+    shared: int = 0
+    can_be_head = True
+
+    @property
+    def batch(self) -> int:
+        return len(self.a)
+
+    def gram(self, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return linear_gram(self.a, self.b, self.shared, budget, dtype)
+
+    def sketch(self, matrices: ParameterSketch) -> torch.Tensor:
+        rows, columns = matrices.rows, matrices.columns
+        of_inputs, of_gradients = (rows, columns) if self.transposed else (columns, rows)
+        a = self._projected_inputs(of_inputs)
+        b = widen(self.b) if of_gradients is None else widen(self.b) @ of_gradients
+        left, right = (a, b) if self.transposed else (b, a)
+        return torch.bmm(left.transpose(1, 2), right.to(left.dtype)).flatten(1)
+
+    def _projected_inputs(self, matrix: torch.Tensor | None) -> torch.Tensor:
+        """The inputs times a matrix (None: the identity), shared positions once for all samples."""
+        if matrix is None:
+            return widen(self.a)
+        rest = widen(self.a[:, self.shared :]) @ matrix
+        if not self.shared:
+            return rest
+        shared = widen(self.a[:1, : self.shared]) @ matrix
+        return torch.cat([shared.expand(len(rest), -1, -1), rest], 1)
+
+    def _joined(self, others: list[LinearGradient]) -> LinearGradient:
+        uses = [self, *others]
+        if len({use.transposed for use in uses}) > 1:
+            raise UnsupportedUse("one weight used as it is and transposed")
+        a, b = torch.cat([use.a for use in uses], 1), torch.cat([use.b for use in uses], 1)
+        return LinearGradient(a, b, self.transposed)
+
+    def with_shared(self, shared: int) -> LinearGradient:
+        return replace(self, shared=shared)
+
+    def tied_head(self, looked_up: list[torch.Tensor]) -> TiedHead:
+        """What must be kept of a head for the embedding of the same weight that looked up these ids."""
+        ids = torch.unique(torch.cat([ids.flatten() for ids in looked_up]))
+        return TiedHead(ids, self.a, self.b[..., ids])
+
+
+@dataclass(frozen=True, eq=False)
+class RowsGradient(Gradient):
     """gradient_i[v] = sum_{t: ids_it = v} b_it, ids: (B, T) int64 (negative: no gradient), b: (B, T, d)."""
 
     ids: torch.Tensor
     b: torch.Tensor
 
+    @property
+    def batch(self) -> int:
+        return len(self.ids)
 
-class Dense(NamedTuple):
+    def gram(self, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """sum over ids v of (sum_{t: id_it = v} b_it) . (sum_{s: id_js = v} b_js)."""
+        sums = self.row_sums()
+        total = SymmetricSum(sums.batch, self.b.device)
+        for columns in _column_chunks(self.b.shape[-1], sums.batch * len(sums.ids) * 4, budget):
+            total.add(sums.chunk(columns).flatten(1))
+        return total.total()
+
+    def sketch(self, matrices: ParameterSketch) -> torch.Tensor:
+        known = (self.ids >= 0).unsqueeze(-1)
+        left = matrices.of_rows(self.ids.clamp(min=0)) * known
+        right = widen(self.b) if matrices.columns is None else widen(self.b) @ matrices.columns
+        return torch.bmm(left.transpose(1, 2), right.to(left.dtype)).flatten(1)
+
+    def _joined(self, others: list[RowsGradient]) -> RowsGradient:
+        uses = [self, *others]
+        return RowsGradient(torch.cat([use.ids for use in uses], 1), torch.cat([use.b for use in uses], 1))
+
+    def row_sums(self) -> _RowSums:
+        return _RowSums(self.ids, self.b)
+
+
+class _RowSums:
+    """Per-sample sums over equal ids: ``ids`` (U,) distinct, ``chunk`` → (B, U, d_chunk)."""
+
+    def __init__(self, ids: torch.Tensor, b: torch.Tensor):
+        self.ids, index = torch.unique(ids, return_inverse=True)
+        self.batch, self.b, self.known = len(ids), b, self.ids >= 0
+        samples = torch.arange(self.batch, device=index.device).unsqueeze(1)
+        self.flat = (samples * len(self.ids) + index).flatten()
+
+    def chunk(self, columns: slice) -> torch.Tensor:
+        b = widen(self.b[..., columns])
+        sums = torch.zeros(self.batch * len(self.ids), b.shape[-1], dtype=b.dtype, device=b.device)
+        sums.index_add_(0, self.flat, b.flatten(0, 1))
+        return sums.view(self.batch, len(self.ids), -1) * self.known.view(1, -1, 1)
+
+
+def _column_chunks(width: int, bytes_per_column: int, budget: int) -> list[slice]:
+    step = max(1, budget // bytes_per_column)
+    return [slice(start, start + step) for start in range(0, width, step)]
+
+
+@dataclass(frozen=True, eq=False)
+class DenseGradient(Gradient):
     """The per-sample gradient g: (B, number of elements of the parameter)."""
 
     g: torch.Tensor
 
+    @property
+    def batch(self) -> int:
+        return len(self.g)
 
-class UnsupportedUse(Exception):
-    """A parameter is used in a way these rules cannot contract; the exact fallback measures it."""
+    def gram(self, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """G G^T in float64, over chunks of columns."""
+        total = SymmetricSum(len(self.g), self.g.device)
+        for part in self.g.split(max(1, budget // (len(self.g) * 4)), dim=1):
+            total.add(widen(part))
+        return total.total()
+
+    def sketch(self, matrices: ParameterSketch) -> torch.Tensor:
+        g = widen(self.g)
+        if matrices.is_vector:
+            return g if matrices.vector is None else g @ matrices.vector
+        g = g.reshape(len(g), -1, matrices.parameter.shape[-1])
+        g = g if matrices.rows is None else matrices.rows.T @ g
+        return (g if matrices.columns is None else g @ matrices.columns).flatten(1)
+
+    def _joined(self, others: list[DenseGradient]) -> DenseGradient:
+        return DenseGradient(sum(use.g for use in [self, *others]))
+
+
+@dataclass(frozen=True, eq=False)
+class TiedHead:
+    """What is kept of a Linear head for the embedding that has the same weight; ids that were not looked up cannot meet.
+
+    a: (B, R, d) its input; b: (B, R, U) its output gradient at the ids (U,) that the embedding looked up.
+    """
+
+    ids: torch.Tensor
+    a: torch.Tensor
+    b: torch.Tensor
+
+    def gram(self, embedding: Gradient, budget: int) -> torch.Tensor:
+        """The cross terms C + C^T with C[i, j] = sum_{t,s} b_js[id_it] (e_it . a_js), e the embedding's output gradient."""
+        sums = embedding.row_sums()
+        b = widen(self.b)[..., torch.searchsorted(self.ids, sums.ids.clamp(min=0)).clamp(max=len(self.ids) - 1)]
+        cross = torch.zeros(sums.batch, sums.batch, dtype=torch.float64, device=b.device)
+        for columns in _column_chunks(sums.b.shape[-1], 2 * sums.batch * len(sums.ids) * 4, budget):
+            of_head = torch.bmm(b.transpose(1, 2), widen(self.a[..., columns]))
+            cross += (sums.chunk(columns).flatten(1) @ of_head.flatten(1).T).double()
+        return cross + cross.T
+
+
+# -- rules: from a layer's input and output gradient to its parameters' gradients ----------------------------
+
+Rule = Callable[[nn.Module, torch.Tensor, torch.Tensor], dict[str, Gradient]]
 
 
 def _flat3(x: torch.Tensor) -> torch.Tensor:
@@ -46,31 +241,59 @@ def _flat3(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
-def linear_uses(module: nn.Linear, a: torch.Tensor, b: torch.Tensor) -> dict[str, Outer | Dense]:
+def linear_rule(module: nn.Linear, a: torch.Tensor, b: torch.Tensor) -> dict[str, Gradient]:
     a, b = _flat3(a), _flat3(b)
-    return {"weight": Outer(a, b), "bias": Dense(widen(b).sum(1))}
+    return {"weight": LinearGradient(a, b), "bias": DenseGradient(widen(b).sum(1))}
 
 
-def conv1d_uses(module: Conv1D, a: torch.Tensor, b: torch.Tensor) -> dict[str, Outer | Dense]:
+def conv1d_rule(module: Conv1D, a: torch.Tensor, b: torch.Tensor) -> dict[str, Gradient]:
     """GPT-2's Conv1D is a Linear whose weight is stored (d_in, d_out)."""
     a, b = _flat3(a), _flat3(b)
-    return {"weight": Outer(a, b, transposed=True), "bias": Dense(widen(b).sum(1))}
+    return {"weight": LinearGradient(a, b, transposed=True), "bias": DenseGradient(widen(b).sum(1))}
 
 
-def embedding_uses(module: nn.Embedding, ids: torch.Tensor, b: torch.Tensor) -> dict[str, Rows]:
+def embedding_rule(module: nn.Embedding, ids: torch.Tensor, b: torch.Tensor) -> dict[str, Gradient]:
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise UnsupportedUse("an embedding with max_norm, scale_grad_by_freq or sparse gradients")
     if module.padding_idx is not None:
         ids = ids.masked_fill(ids == module.padding_idx, -1)
-    return {"weight": Rows(ids.reshape(len(ids), -1), _flat3(b))}
+    return {"weight": RowsGradient(ids.reshape(len(ids), -1), _flat3(b))}
 
 
-RULES = {nn.Linear: linear_uses, Conv1D: conv1d_uses, nn.Embedding: embedding_uses}
-
-
-def scaled_embedding_uses(module: nn.Embedding, ids: torch.Tensor, b: torch.Tensor) -> dict[str, Rows]:
+def scaled_embedding_rule(module: nn.Embedding, ids: torch.Tensor, b: torch.Tensor) -> dict[str, Gradient]:
     """An embedding times the constant ``embed_scale`` (Gemma and others)."""
-    return embedding_uses(module, ids, b * _embed_scale(module))
+    return embedding_rule(module, ids, b * _embed_scale(module))
+
+
+def _unknown_embedding_rule(module: nn.Embedding, ids: torch.Tensor, b: torch.Tensor) -> dict[str, Gradient]:
+    """``uses_by_vjp`` would make a gradient as large as the table for every sample."""
+    raise UnsupportedUse("an embedding that does more than look up")
+
+
+RULES: dict[type[nn.Module], Rule] = {nn.Linear: linear_rule, Conv1D: conv1d_rule, nn.Embedding: embedding_rule}
+
+
+def register(module_class: type[nn.Module], rule: Rule) -> None:
+    """Measure every module of exactly this class by ``rule``; what was registered for the class before is replaced.
+
+    ``rule(module, a, b)`` gets the layer's only input a (B, ..., d_in) and the gradient b (B, ..., d_out) of the summed
+    log-probs with respect to its only output. It returns {parameter name: gradient}, the gradient an object of one of the
+    kinds above, for every parameter that the module holds itself. It may raise UnsupportedUse: then the exact fallback
+    measures these parameters. ScoreGram.audit finds a rule that is wrong. Raises ValueError for what is no class or rule.
+    """
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
+        raise ValueError(f"register needs a class of torch.nn.Module, got {module_class!r}")
+    if not callable(rule):
+        raise ValueError(f"register needs a function of (module, input, output gradient), got {rule!r}")
+    RULES[module_class] = rule
+
+
+def rule_of(module: nn.Module, a: torch.Tensor, output: torch.Tensor) -> Rule | None:
+    """The rule for a module that made ``output`` of ``a``; None: ``uses_by_vjp`` serves it."""
+    rule = RULES.get(type(module))
+    if rule is None and isinstance(module, nn.Embedding):
+        return scaled_embedding_rule if _is_scaled_embedding(module, a, output) else _unknown_embedding_rule
+    return rule
 
 
 def _embed_scale(module: nn.Embedding) -> torch.Tensor | float:
@@ -79,9 +302,9 @@ def _embed_scale(module: nn.Embedding) -> torch.Tensor | float:
     return scale.to(module.weight) if isinstance(scale, torch.Tensor) else scale
 
 
-def is_scaled_embedding(module: nn.Module, ids: torch.Tensor, output: torch.Tensor) -> bool:
+def _is_scaled_embedding(module: nn.Embedding, ids: torch.Tensor, output: torch.Tensor) -> bool:
     """Whether a subclass of Embedding did nothing but look up and multiply by its ``embed_scale``."""
-    if not isinstance(module, nn.Embedding) or not isinstance(getattr(module, "embed_scale", None), (torch.Tensor, float, int)):
+    if not isinstance(getattr(module, "embed_scale", None), (torch.Tensor, float, int)):
         return False
     scale = _embed_scale(module)
     if isinstance(scale, torch.Tensor) and scale.numel() != 1:
@@ -91,7 +314,7 @@ def is_scaled_embedding(module: nn.Module, ids: torch.Tensor, output: torch.Tens
     return expected.shape == output.shape and torch.equal(expected, output.detach())
 
 
-def uses_by_vjp(module: nn.Module, a: torch.Tensor, b: torch.Tensor, names: list[str]) -> dict[str, Dense]:
+def uses_by_vjp(module: nn.Module, a: torch.Tensor, b: torch.Tensor, names: list[str]) -> dict[str, Gradient]:
     """Per-sample gradients of ``names`` by vmap over the vector-Jacobian product of this module alone.
 
     For any module whose input and single output lead with the batch dimension. The caller keeps its own hooks
@@ -111,94 +334,4 @@ def uses_by_vjp(module: nn.Module, a: torch.Tensor, b: torch.Tensor, names: list
         return pull_back(b_i.to(output.dtype))[0]
 
     per_sample = torch.func.vmap(gradient)(a, b)
-    return {name: Dense(g.reshape(len(a), -1)) for name, g in per_sample.items()}
-
-
-def gram(uses: list[Outer | Rows | Dense], budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Q (B, B) float64 of one parameter from all its uses. ``budget``: bytes for a temporary; dtype: that of the
-    products of a Linear weight, float32 or better when None.
-    """
-    kinds = {type(use) for use in uses}
-    if kinds == {Outer}:
-        if len({use.transposed for use in uses}) > 1:
-            raise UnsupportedUse("one weight used as it is and transposed")
-        whole = uses[0] if len(uses) == 1 else Outer(*(torch.cat([use[i] for use in uses], 1) for i in (0, 1)))
-        return outer_gram(whole, budget, dtype)
-    if kinds == {Rows}:
-        return rows_gram(_join_rows(uses), budget)
-    if kinds == {Dense}:
-        return dense_gram(sum(use.g for use in uses), budget)
-    raise UnsupportedUse("one parameter used by layers of different kinds")
-
-
-def _join_rows(uses: list[Rows]) -> Rows:
-    return uses[0] if len(uses) == 1 else Rows(*(torch.cat(parts, 1) for parts in zip(*uses)))
-
-
-def dense_gram(g: torch.Tensor, budget: int) -> torch.Tensor:
-    """G G^T in float64, over chunks of columns of g (B, n)."""
-    total = SymmetricSum(len(g), g.device)
-    for part in g.split(max(1, budget // (len(g) * 4)), dim=1):
-        total.add(widen(part))
-    return total.total()
-
-
-class _RowSums:
-    """Per-sample sums of a Rows use over equal ids: ``ids`` (U,) distinct, ``chunk`` → (B, U, d_chunk)."""
-
-    def __init__(self, use: Rows):
-        self.ids, place = torch.unique(use.ids, return_inverse=True)
-        self.batch, self.b, self.known = len(use.ids), use.b, self.ids >= 0
-        samples = torch.arange(self.batch, device=place.device).unsqueeze(1)
-        self.flat = (samples * len(self.ids) + place).flatten()
-
-    def chunk(self, columns: slice) -> torch.Tensor:
-        b = widen(self.b[..., columns])
-        sums = torch.zeros(self.batch * len(self.ids), b.shape[-1], dtype=b.dtype, device=b.device)
-        sums.index_add_(0, self.flat, b.flatten(0, 1))
-        return sums.view(self.batch, len(self.ids), -1) * self.known.view(1, -1, 1)
-
-
-def _column_chunks(width: int, bytes_per_column: int, budget: int) -> list[slice]:
-    step = max(1, budget // bytes_per_column)
-    return [slice(start, start + step) for start in range(0, width, step)]
-
-
-def rows_gram(use: Rows, budget: int) -> torch.Tensor:
-    """sum over ids v of (sum_{t: id_it = v} b_it) . (sum_{s: id_js = v} b_js)."""
-    sums = _RowSums(use)
-    total = SymmetricSum(sums.batch, use.b.device)
-    for columns in _column_chunks(use.b.shape[-1], sums.batch * len(sums.ids) * 4, budget):
-        total.add(sums.chunk(columns).flatten(1))
-    return total.total()
-
-
-class TiedHead(NamedTuple):
-    """What the cross terms need of a Linear head that shares its weight with an embedding.
-
-    a: (B, R, d) its input; b: (B, R, U) its output gradient at the ids (U,) the embedding looked up.
-    """
-
-    ids: torch.Tensor
-    a: torch.Tensor
-    b: torch.Tensor
-
-
-def tie(head: Outer, looked_up: list[torch.Tensor]) -> TiedHead:
-    """Keep of a head only the columns whose ids the embedding looked up (the rest cannot coincide)."""
-    ids = torch.unique(torch.cat([ids.flatten() for ids in looked_up]))
-    return TiedHead(ids, head.a, head.b[..., ids])
-
-
-def tied_cross_gram(embedding: list[Rows], head: TiedHead, budget: int) -> torch.Tensor:
-    """C + C^T with C[i, j] = sum_{t,s} b_js[id_it] (e_it . a_js): one weight, used as embedding and as head."""
-    if not all(isinstance(use, Rows) for use in embedding):
-        raise UnsupportedUse("a head tied to an embedding that does more than look up")
-    use = _join_rows(embedding)
-    sums = _RowSums(use)
-    b = widen(head.b)[..., torch.searchsorted(head.ids, sums.ids.clamp(min=0)).clamp(max=len(head.ids) - 1)]
-    cross = torch.zeros(sums.batch, sums.batch, dtype=torch.float64, device=b.device)
-    for columns in _column_chunks(use.b.shape[-1], 2 * sums.batch * len(sums.ids) * 4, budget):
-        of_head = torch.bmm(b.transpose(1, 2), widen(head.a[..., columns]))
-        cross += (sums.chunk(columns).flatten(1) @ of_head.flatten(1).T).double()
-    return cross + cross.T
+    return {name: DenseGradient(g.reshape(len(a), -1)) for name, g in per_sample.items()}

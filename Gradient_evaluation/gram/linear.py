@@ -15,8 +15,6 @@ are summed in float64. Q is symmetric: only half of it is computed where that sa
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 CACHE = 2**22  # bytes of a chunk on a CPU: written and read again before it leaves the cache
@@ -24,18 +22,6 @@ ROWS = 32  # of a weight at a time at least, where the budget allows it: product
 HALVES_FROM = 48  # samples from which a product of two halves beats the whole on a CPU
 WIDE = 8  # outputs per input from which columns without a gradient are looked for
 GHOST_ROWS = 256  # positions at a time in a ghost product
-
-
-class Outer(NamedTuple):
-    """gradient_i = sum_t b_it a_it^T, a: (B, T, d_in), b: (B, T, d_out); a Linear weight is (d_out, d_in).
-
-    transposed: the weight is stored (d_in, d_out); shared: the first so many positions have one input for all.
-    """
-
-    a: torch.Tensor
-    b: torch.Tensor
-    transposed: bool = False
-    shared: int = 0
 
 
 def widen(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -73,17 +59,20 @@ def _chunk(bytes_per_unit: int, budget: int, device: torch.device) -> int:
     return max(1, min(budget, CACHE if device.type == "cpu" else budget) // bytes_per_unit)
 
 
-def outer_gram(use: Outer, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Q (B, B) float64 by the cheapest of the ways above. ``budget``: bytes of a temporary."""
-    batch, length, d_in = use.a.shape
-    d_out, shared = use.b.shape[-1], use.shared
-    apart = _cost(batch, length - shared, d_in, d_out) + batch * shared * ((length - shared) * d_in + (length + batch) * d_out)
+def linear_gram(a: torch.Tensor, b: torch.Tensor, shared: int, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Q (B, B) float64 by the cheapest of the ways above.
+
+    a: (B, T, d_in), b: (B, T, d_out); shared: the first so many positions of ``a`` are the same in all samples; budget:
+    bytes of a temporary.
+    """
+    batch, length, d_in = a.shape
+    d_out, rest = b.shape[-1], length - shared
+    apart = _cost(batch, rest, d_in, d_out) + batch * shared * (rest * d_in + (length + batch) * d_out)
     if shared and apart < _cost(batch, length, d_in, d_out):
-        rest = Outer(use.a[:, shared:], use.b[:, shared:])
-        q = shared_gram(use, budget, dtype)
-        return q + outer_gram(rest, budget, dtype) if length > shared else q
+        q = shared_gram(a, b, shared, budget, dtype)
+        return q + linear_gram(a[:, shared:], b[:, shared:], 0, budget, dtype) if rest else q
     ghost, materialised = _costs(batch, length, d_in, d_out)
-    return (ghost_gram if ghost < materialised else materialised_gram)(use, budget, dtype)
+    return (ghost_gram if ghost < materialised else materialised_gram)(a, b, budget, dtype)
 
 
 def _costs(batch: int, length: int, d_in: int, d_out: int) -> tuple[float, float]:
@@ -96,45 +85,44 @@ def _cost(*sizes: int) -> float:
     return min(_costs(*sizes))
 
 
-def materialised_gram(use: Outer, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """``outer_gram`` through per-sample gradients, a chunk of rows of the weight at a time."""
-    batch, _, d_in = use.a.shape
-    a, total = widen(use.a, dtype), SymmetricSum(batch, use.a.device)
+def materialised_gram(a: torch.Tensor, b: torch.Tensor, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``linear_gram`` through per-sample gradients, a chunk of rows of the weight at a time."""
+    batch, _, d_in = a.shape
+    a, total = widen(a, dtype), SymmetricSum(batch, a.device)
     unit = batch * d_in * a.element_size()
-    rows = min(use.b.shape[-1], max(_chunk(unit, budget, a.device), min(ROWS, budget // unit)))
+    rows = min(b.shape[-1], max(_chunk(unit, budget, a.device), min(ROWS, budget // unit)))
     buffer = a.new_empty(batch * rows * d_in)
-    for b in use.b.split(rows, dim=-1):
-        per_sample = buffer[: batch * b.shape[-1] * d_in].view(batch, -1, d_in)
-        torch.bmm(widen(b, dtype).transpose(1, 2), a, out=per_sample)
+    for part in b.split(rows, dim=-1):
+        per_sample = buffer[: batch * part.shape[-1] * d_in].view(batch, -1, d_in)
+        torch.bmm(widen(part, dtype).transpose(1, 2), a, out=per_sample)
         total.add(per_sample.flatten(1))
     return total.total()
 
 
-def shared_gram(use: Outer, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """What the first ``use.shared`` positions add to ``outer_gram`` of the remaining ones.
+def shared_gram(a: torch.Tensor, b: torch.Tensor, shared: int, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """What the first ``shared`` positions add to ``linear_gram`` of the remaining ones.
 
     With G = P_i + R_i, the prompt's and the remaining share, <P_i, P_j> + <P_i, R_j> + <R_i, P_j> is Z + Z^T with
-    Z_ij = <b_i, (a a^T / 2) b_j> + <b_i, (a r_j^T) s_j>, a the shared inputs, b_i the prompt's output gradients, r_j
+    Z_ij = <b_i, (c c^T / 2) b_j> + <b_i, (c r_j^T) s_j>, c the shared inputs, b_i the prompt's output gradients, r_j
     and s_j the inputs and output gradients of the remaining positions.
     """
-    batch, length, _ = use.a.shape
-    shared, d_out = use.shared, use.b.shape[-1]
-    a = widen(use.a[0, :shared], dtype)
-    mix = a.new_empty(batch, shared, length)
-    mix[:, :, :shared] = (a @ a.T) / 2
+    batch, length, _ = a.shape
+    d_out, same = b.shape[-1], widen(a[0, :shared], dtype)
+    mix = same.new_empty(batch, shared, length)
+    mix[:, :, :shared] = (same @ same.T) / 2
     if length > shared:
-        torch.matmul(a, widen(use.a[:, shared:], dtype).transpose(1, 2), out=mix[:, :, shared:])
-    z = torch.zeros(batch, batch, dtype=torch.float64, device=a.device)
-    for b in use.b.split(min(d_out, _chunk(batch * shared * a.element_size(), budget, a.device)), dim=-1):
-        b = widen(b, dtype)
-        z += product(b[:, :shared].flatten(1), torch.bmm(mix, b).flatten(1).T)
+        torch.matmul(same, widen(a[:, shared:], dtype).transpose(1, 2), out=mix[:, :, shared:])
+    z = torch.zeros(batch, batch, dtype=torch.float64, device=same.device)
+    for part in b.split(min(d_out, _chunk(batch * shared * same.element_size(), budget, same.device)), dim=-1):
+        part = widen(part, dtype)
+        z += product(part[:, :shared].flatten(1), torch.bmm(mix, part).flatten(1).T)
     return z + z.T
 
 
-def ghost_gram(use: Outer, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """``outer_gram`` as sum_{t,s} (a_it . a_js)(b_it . b_js), over the positions whose gradient is not 0."""
-    batch, length, _ = use.a.shape
-    a, b = widen(use.a, dtype).flatten(0, 1), widen(use.b, dtype).flatten(0, 1)
+def ghost_gram(a: torch.Tensor, b: torch.Tensor, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """``linear_gram`` as sum_{t,s} (a_it . a_js)(b_it . b_js), over the positions whose gradient is not 0."""
+    batch, length, _ = a.shape
+    a, b = widen(a, dtype).flatten(0, 1), widen(b, dtype).flatten(0, 1)
     used = b != 0
     live = used.any(1).nonzero().squeeze(1)
     if b.shape[1] > WIDE * a.shape[1]:  # a head: top_p and top_k leave most of a vocabulary without a gradient

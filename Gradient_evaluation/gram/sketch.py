@@ -1,11 +1,11 @@
 """Small random sketches of gradients, so that gradients of different prompts can be compared.
 
 ||mean over prompts of theta(x)||^2 needs inner products between the gradients of pairs of prompts, which no Gram of
-one prompt holds. Each parameter, seen as a matrix (rows, columns), is sketched as P_rows^T gradient P_columns with
+one prompt has. Each parameter, seen as a matrix (rows, columns), is sketched as P_rows^T gradient P_columns with
 fixed matrices of entries +-1/sqrt(k): the inner product of two sketches is unbiased for that of the gradients over
 the draw of the matrices. They depend on the parameter's name and shape alone, so they are the same for every prompt,
-run, rank and device. Sketches are formed from the factored uses of gram_rules.py, never from the gradient; they are
-linear, so a parameter's uses (a tied embedding and head) add up. A side with at most k entries stays as it is, so a
+run, rank and device. Sketches are made from the factored gradients of layers.py, never from the whole gradient. They are
+linear, so the uses of a parameter (a tied embedding and head) add up. A side with at most k entries stays as it is, so a
 large enough k gives the exact gradient. Derived in the project's method notes, section 5.
 """
 
@@ -16,101 +16,99 @@ import hashlib
 import torch
 from torch import nn
 
-from Gradient_evaluation.gram.layers import Dense, Outer, Rows, widen
+from Gradient_evaluation.gram.layers import DenseGradient, Gradient
+
+
+class ParameterSketch:
+    """The random matrices of one parameter, made when they are first needed; None stands for the identity.
+
+    parameter: a matrix (more dimensions than two: all but the last are rows) or a vector; k: see GradientSketch.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, k: int, seed: int):
+        self.name, self.parameter, self.k, self.seed = name, parameter, k, seed
+        self.is_vector = parameter.dim() < 2
+        self.made: dict[str, torch.Tensor | None] = {}
+
+    @property
+    def shape(self) -> tuple[int, int, bool, bool]:
+        """(rows, columns of the sketch, whether the rows, the columns are random combinations)."""
+        if self.is_vector:
+            count = self.parameter.numel()
+            return 1, min(count, self.k**2), False, count > self.k**2
+        columns = self.parameter.shape[-1]
+        rows = self.parameter.numel() // columns
+        return min(rows, self.k), min(columns, self.k), rows > self.k, columns > self.k
+
+    @property
+    def size(self) -> int:
+        """Entries of the sketch."""
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        return self._matrix("rows", self.parameter.numel() // self.parameter.shape[-1], self.k)
+
+    @property
+    def columns(self) -> torch.Tensor | None:
+        return self._matrix("columns", self.parameter.shape[-1], self.k)
+
+    @property
+    def vector(self) -> torch.Tensor | None:
+        """For a vector: (elements, k*k)."""
+        return self._matrix("vector", self.parameter.numel(), self.k**2)
+
+    def of_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of ``rows`` with these numbers: (..., entries), of the identity where there is no matrix."""
+        if self.rows is not None:
+            return self.rows[ids]
+        return nn.functional.one_hot(ids, len(self.parameter)).to(torch.float32)
+
+    def _matrix(self, side: str, extent: int, width: int) -> torch.Tensor | None:
+        """(extent, width) of entries +-1/sqrt(width) for one side of the parameter; None where extent <= width."""
+        if side not in self.made:
+            matrix = None
+            if extent > width:
+                p = self.parameter
+                digest = hashlib.sha256(f"{self.seed}/{side}/{self.name}/{tuple(p.shape)}/{self.k}".encode()).digest()
+                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+                signs = torch.randint(0, 2, (extent, width), generator=generator, dtype=torch.int8)
+                matrix = (2 * signs - 1).to(p.device, torch.promote_types(p.dtype, torch.float32)) / width**0.5
+            self.made[side] = matrix
+        return self.made[side]
 
 
 class GradientSketch:
     """Sketches of dimension k of the gradients of ``parameters`` {key: (name, parameter)}.
 
-    A sketch of one parameter has at most k*k entries; ``sizes`` {key: entries} in the order of concatenation. The
+    A sketch of one parameter has at most k*k entries. ``of`` {key: ParameterSketch} is in the order of concatenation. The
     matrices, k entries per row and column of a parameter, stay on the parameter's device. ``seed`` draws others.
     """
 
     def __init__(self, parameters: dict[int, tuple[str, nn.Parameter]], k: int, seed: int = 0):
-        self.k, self.seed, self.parameters = k, seed, parameters
-        self.matrices: dict[tuple[int, str], torch.Tensor | None] = {}
-        self.sizes = {key: self._size(p) for key, (_, p) in parameters.items()}
-
-    def per_sample(self, key: int, use: Outer | Rows | Dense) -> torch.Tensor:
-        """Sketch of every sample's gradient through one use of a parameter → (B, sizes[key]) float32 or better."""
-        if isinstance(use, Dense):
-            return self._of_dense(key, widen(use.g))
-        columns = self._matrix(key, "columns")
-        if isinstance(use, Rows):
-            known = (use.ids >= 0).unsqueeze(-1)
-            left = self._rows_of(key, use.ids.clamp(min=0)) * known
-            right = widen(use.b) if columns is None else widen(use.b) @ columns
-        else:
-            rows = self._matrix(key, "rows")
-            of_inputs, of_gradients = (rows, columns) if use.transposed else (columns, rows)
-            a = _project_inputs(use, of_inputs)
-            b = widen(use.b) if of_gradients is None else widen(use.b) @ of_gradients
-            left, right = (a, b) if use.transposed else (b, a)
-        return torch.bmm(left.transpose(1, 2), right.to(left.dtype)).flatten(1)
+        self.of = {key: ParameterSketch(name, p, k, seed) for key, (name, p) in parameters.items()}
 
     def of_gradient(self, key: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Sketch (sizes[key],) of a whole gradient of the parameter's shape."""
-        return self._of_dense(key, widen(gradient).reshape(1, -1)).squeeze(0)
-
-    def _of_dense(self, key: int, g: torch.Tensor) -> torch.Tensor:
-        p = self.parameters[key][1]
-        if p.dim() < 2:
-            matrix = self._matrix(key, "vector")
-            return g if matrix is None else g @ matrix
-        g = g.reshape(len(g), -1, p.shape[-1])
-        rows, columns = self._matrix(key, "rows"), self._matrix(key, "columns")
-        g = g if rows is None else rows.T @ g
-        return (g if columns is None else g @ columns).flatten(1)
-
-    def _rows_of(self, key: int, ids: torch.Tensor) -> torch.Tensor:
-        rows = self._matrix(key, "rows")
-        if rows is not None:
-            return rows[ids]
-        return nn.functional.one_hot(ids, len(self.parameters[key][1])).to(torch.float32)
-
-    def _extent(self, p: nn.Parameter, side: str) -> int:
-        if side == "vector":
-            return p.numel()
-        return p.shape[-1] if side == "columns" else p.numel() // p.shape[-1]
-
-    def _size(self, p: nn.Parameter) -> int:
-        rows, columns, _, _ = self._shape(p)
-        return rows * columns
-
-    def _shape(self, p: nn.Parameter) -> tuple[int, int, bool, bool]:
-        """(rows, columns of the sketch, whether the rows, the columns are random combinations)."""
-        if p.dim() < 2:
-            return 1, min(p.numel(), self.k**2), False, p.numel() > self.k**2
-        rows, columns = self._extent(p, "rows"), self._extent(p, "columns")
-        return min(rows, self.k), min(columns, self.k), rows > self.k, columns > self.k
+        """Sketch (entries,) of a whole gradient of the parameter's shape."""
+        return DenseGradient(gradient.reshape(1, -1)).sketch(self.of[key]).squeeze(0)
 
     @property
     def layout(self) -> list[tuple[int, int, bool, bool]]:
-        """``_shape`` of every parameter in the order of concatenation, for prompt_pairs.py's error of a sketch."""
-        return [self._shape(p) for _, p in self.parameters.values()]
-
-    def _matrix(self, key: int, side: str) -> torch.Tensor | None:
-        """(extent, width) of entries +-1/sqrt(width) for one side of a parameter; None for the identity."""
-        if (key, side) not in self.matrices:
-            name, p = self.parameters[key]
-            extent, width = self._extent(p, side), self.k**2 if side == "vector" else self.k
-            matrix = None
-            if extent > width:
-                digest = hashlib.sha256(f"{self.seed}/{side}/{name}/{tuple(p.shape)}/{self.k}".encode()).digest()
-                generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-                signs = torch.randint(0, 2, (extent, width), generator=generator, dtype=torch.int8)
-                dtype = torch.promote_types(p.dtype, torch.float32)
-                matrix = (2 * signs - 1).to(p.device, dtype) / width**0.5
-            self.matrices[key, side] = matrix
-        return self.matrices[key, side]
+        """The shape of every parameter's sketch in the order of concatenation; stats needs it for a sketch's error."""
+        return [sketch.shape for sketch in self.of.values()]
 
 
-def _project_inputs(use: Outer, matrix: torch.Tensor | None) -> torch.Tensor:
-    """The inputs of a Linear layer times a matrix (None: the identity), shared positions once for all samples."""
-    if matrix is None:
-        return widen(use.a)
-    rest = widen(use.a[:, use.shared :]) @ matrix
-    if not use.shared:
-        return rest
-    shared = widen(use.a[:1, : use.shared]) @ matrix
-    return torch.cat([shared.expand(len(rest), -1, -1), rest], 1)
+class CombinationSketches:
+    """The sketches of E combinations sum_i weights_ei g_i of scores, added up use by use.
+
+    weights: (E, B) float64; ``sums`` {key of a parameter: (E, entries)}.
+    """
+
+    def __init__(self, sketch: GradientSketch, weights: torch.Tensor):
+        self.sketch, self.weights = sketch, weights
+        self.sums: dict[int, torch.Tensor] = {}
+
+    def add(self, key: int, use: Gradient) -> None:
+        per_sample = use.sketch(self.sketch.of[key])
+        share = self.weights.to(per_sample.dtype) @ per_sample
+        self.sums[key] = self.sums[key] + share if key in self.sums else share

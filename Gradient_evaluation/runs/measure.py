@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
-from Gradient_evaluation.gram.self_audit import in_float32
+from Gradient_evaluation.runs.checks import check_block, check_sampler, in_float32, self_audit
 from Gradient_evaluation.runs.gram_store import GramRecord
 from Gradient_evaluation.runs.memory import Batch
 from Gradient_evaluation.runs.oracle_table import Row, rewards_of
 from Gradient_evaluation.runs.prompts import law_of
-from Gradient_evaluation.runs.sampler_check import check_sampler
-from Gradient_evaluation.sampling.generate import Continuation, sample_continuations, uniforms
+from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw, log_probs, sample_continuations, uniforms
+from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats.estimators import group_rules
 from Gradient_evaluation.stats.modules import layer_moments
 from Gradient_evaluation.stats.sketch_weights import sketch_weights, sketched_names
@@ -22,9 +24,9 @@ from Gradient_evaluation.stats.sketch_weights import sketch_weights, sketched_na
 SMALLEST_BLOCK = 4  # an unbiased estimate of ||theta||^2 needs four continuations in a block
 
 
-def planned_block_size(args) -> int:
+def planned_block_size(settings: TracecovSettings) -> int:
     """--block_size, or the largest group size; twice that where an estimator needs two disjoint groups in a block."""
-    return args.block_size or args.K_list[-1] * (2 if group_rules(args.estimators) else 1)
+    return settings.block_size or settings.K_list[-1] * (2 if group_rules(settings.estimators) else 1)
 
 
 def block_sizes(continuations: int, largest: int) -> list[int]:
@@ -42,47 +44,80 @@ def block_sizes(continuations: int, largest: int) -> list[int]:
     return [len(part) for part in np.array_split(np.arange(continuations), count)]
 
 
+def score_gram(model, settings: TracecovSettings) -> ScoreGram:
+    """The ScoreGram that the flags describe. Raises UserError when they choose no parameter or the model lacks what they ask.
+
+    --scoring published scores as the paper's released evaluation does: the full softmax at temperature 1, without the
+    end-of-sequence token (``scored``).
+    """
+    law = law_of(settings) if settings.scoring == "exact" else SamplingLaw()
+    try:
+        return ScoreGram(
+            model,
+            partial(log_probs, law=law),
+            params=settings.params,
+            sketch_dim=settings.sketch_dim,
+            budget=settings.gram_memory * 2**20,
+            gradient_checkpointing=settings.gradient_checkpointing,
+            gram_dtype=settings.gram_dtype,
+        )
+    except ValueError as error:  # it begins with the argument, which has the flag's name
+        raise UserError(f"--{error}") from None
+
+
+def scored(continuations: Sequence[Continuation], scoring: str) -> tuple[list[tuple[int, ...]], list[list[bool]] | None]:
+    """(token ids, masks) of the continuations as ScoreGram takes them under this --scoring."""
+    tokens = [each.tokens for each in continuations]
+    if scoring == "exact":
+        return tokens, None
+    return tokens, [[True] * (len(each.tokens) - each.ended) + [False] * each.ended for each in continuations]
+
+
 class Measurement:
     """Measures prompts with one model; the batch sizes shrink, and stay so, when memory runs out.
 
-    model, tokenizer: a causal language model on its device; gram: its ScoreGram; args: the flags of run_tracecov.py.
+    model, tokenizer: a causal language model on its device; gram: its ScoreGram, entered.
     """
 
-    def __init__(self, model, tokenizer, gram: ScoreGram, args):
-        self.model, self.tokenizer, self.gram, self.args = model, tokenizer, gram, args
-        self.generation = Batch("--gen_bs", args.gen_bs, least=1)
-        self.block = Batch("--block_size", planned_block_size(args), least=SMALLEST_BLOCK)
+    def __init__(self, model, tokenizer, gram: ScoreGram, settings: TracecovSettings):
+        self.model, self.tokenizer, self.gram, self.settings = model, tokenizer, gram, settings
+        self.generation = Batch("--gen_bs", settings.gen_bs, least=1)
+        self.block = Batch("--block_size", planned_block_size(settings), least=SMALLEST_BLOCK)
 
     def audit(self, row: Row, prompt_ids: list[int]) -> dict:
-        """ScoreGram.audit of a block as large as this run's, of continuations that are used for nothing else."""
-        count = max(block_sizes(self.args.M * self.args.K_list[-1], self.block.size))
+        """The self-audit of a block as large as this run's, of continuations that are used for nothing else."""
+        count = max(block_sizes(self.settings.M * self.settings.K_list[-1], self.block.size))
         drawn = self._sample("audit", row, prompt_ids, count)
         batch = Batch("self-audit", count, least=1)
-        return batch.run(lambda size: self.gram.audit(prompt_ids, drawn[:size]), row.where)
+
+        def check(size: int) -> dict:
+            return self_audit(self.gram, prompt_ids, *scored(drawn[:size], self.settings.scoring))
+
+        return batch.run(check, row.where)
 
     def check_sampler(self, row: Row, prompt_ids: list[int]) -> dict:
-        """sampler_check.check_sampler of a block of continuations of this prompt that are used for nothing else.
+        """checks.check_sampler of a block of continuations of this prompt that are used for nothing else.
 
         A half-precision model draws and scores them in float32: its own rounding would hide a wrong sampler.
         """
-        count = min(self.block.size, self.args.M * self.args.K_list[-1])
+        count = min(self.block.size, self.settings.M * self.settings.K_list[-1])
 
         def check() -> dict:
-            drawn = self._sample("audit", row, prompt_ids, count)
+            drawn, law = self._sample("audit", row, prompt_ids, count), law_of(self.settings)
             batch = Batch("sampler check", count, least=1)
-            return batch.run(lambda size: check_sampler(self.gram, prompt_ids, drawn[:size], row.where), row.where)
+            return batch.run(lambda size: check_sampler(self.gram, law, prompt_ids, drawn[:size], row.where), row.where)
 
         return in_float32(self.model, check, "the comparison of sampler and scorer")
 
-    def measure(self, row: Row, prompt_ids: list[int], place: int) -> GramRecord:
-        """The record of one prompt, ``place`` its index in the oracle table. FloatingPointError: not finite."""
-        drawn = self._sample("tracecov", row, prompt_ids, self.args.M * self.args.K_list[-1])
-        rewards = rewards_of((continuation.text for continuation in drawn), row, self.args.reward)
+    def measure(self, row: Row, prompt_ids: list[int], index: int) -> GramRecord:
+        """The record of one prompt, ``index`` its row in the oracle table. FloatingPointError: not finite."""
+        drawn = self._sample("tracecov", row, prompt_ids, self.settings.M * self.settings.K_list[-1])
+        rewards = rewards_of((continuation.text for continuation in drawn), row, self.settings.reward)
         lengths = np.array([len(continuation.tokens) for continuation in drawn])
-        blocks = self.block.run(lambda size: self._blocks(prompt_ids, drawn, rewards, lengths, size), row.where)
+        blocks = self.block.run(lambda size: self._blocks(row, prompt_ids, drawn, rewards, size), row.where)
         return GramRecord(
             prompt_id=row.prompt_id,
-            index=place,
+            index=index,
             prompt=row.prompt,
             ground_truth=row.ground_truth,
             oracle_value=row.oracle_value,
@@ -94,30 +129,35 @@ class Measurement:
         )
 
     def _sample(self, purpose: str, row: Row, prompt_ids: list[int], count: int) -> list[Continuation]:
-        u = uniforms(self.args.seed, purpose, row.prompt_id, 0, count, self.args.max_new_tokens)
+        u = uniforms(self.settings.seed, purpose, row.prompt_id, 0, count, self.settings.max_new_tokens)
 
         def sample(size: int) -> list[Continuation]:
-            return sample_continuations(self.model, self.tokenizer, prompt_ids, u, law_of(self.args), size)
+            return sample_continuations(self.model, self.tokenizer, prompt_ids, u, law_of(self.settings), size)
 
         return self.generation.run(sample, row.where)
 
-    def _blocks(self, prompt_ids, drawn, rewards, lengths, largest: int) -> dict:
+    def _blocks(self, row: Row, prompt_ids, drawn: list[Continuation], rewards, largest: int) -> dict:
         """The fields of GramRecord that come from blocks of at most ``largest`` continuations."""
-        names = sketched_names(self.args.estimators) if self.args.sketch_dim else None
-        grams, log_probs, moments, sketches, start = [], [], [], [], 0
+        lengths = np.array([len(continuation.tokens) for continuation in drawn])
+        names = sketched_names(self.settings.estimators) if self.settings.sketch_dim else None
+        grams, values, moments, sketches, start = [], [], [], [], 0
         for size in block_sizes(len(drawn), largest):
-            part = slice(start, start := start + size)
-            weights = sketch_weights(names, rewards[part], lengths[part], self.args.K_list[-1]) if names else None
-            block = self.gram.block(prompt_ids, drawn[part], self.args.by_layer, weights)
+            part = slice(start, start + size)
+            start += size
+            weights = sketch_weights(names, rewards[part], lengths[part], self.settings.K_list[-1]) if names else None
+            tokens, masks = scored(drawn[part], self.settings.scoring)
+            block = self.gram.block(prompt_ids, tokens, masks, self.settings.by_layer, weights)
+            if masks is None:
+                check_block(self.gram, law_of(self.settings), prompt_ids, drawn[part], block.log_probs, row.where)
             grams.append(block.gram)
-            log_probs.append(block.log_probs)
+            values.append(block.log_probs)
             if names:
                 sketches.append(block.sketch)
-            if self.args.by_layer:
+            if self.settings.by_layer:
                 moments.append(layer_moments(block.by_module, rewards[part]))
         return {
             "grams": grams,
-            "log_probs": np.concatenate(log_probs),
+            "log_probs": np.concatenate(values),
             "modules": self.gram.modules if moments else None,
             "module_moments": np.mean(moments, axis=0) if moments else None,
             "sketch": np.mean(sketches, axis=0) if sketches else None,
@@ -127,9 +167,9 @@ class Measurement:
 
     def _greedy_reward(self, row: Row, prompt_ids: list[int]) -> float | None:
         """Reward of the greedy continuation, when the estimator that needs it is asked for."""
-        if "greedy" not in self.args.estimators:
+        if "greedy" not in self.settings.estimators:
             return None
-        law = replace(law_of(self.args), temperature=1.0, top_k=1, top_p=1.0)
-        u = np.zeros((1, self.args.max_new_tokens))
+        law = replace(law_of(self.settings), temperature=1.0, top_k=1, top_p=1.0)
+        u = np.zeros((1, self.settings.max_new_tokens))
         greedy = sample_continuations(self.model, self.tokenizer, prompt_ids, u, law, 1)[0]
-        return float(rewards_of([greedy.text], row, self.args.reward)[0])
+        return float(rewards_of([greedy.text], row, self.settings.reward)[0])

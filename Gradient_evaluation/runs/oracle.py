@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 
 from Gradient_evaluation.gram.score_gram import ScoreGram
-from Gradient_evaluation.gram.self_audit import in_float32
 from Gradient_evaluation.models import (
     device_line,
     fingerprint,
@@ -23,6 +23,7 @@ from Gradient_evaluation.models import (
     warn_of_risks,
     weights_digest,
 )
+from Gradient_evaluation.runs.checks import check_sampler, in_float32
 from Gradient_evaluation.runs.files import append_row
 from Gradient_evaluation.runs.memory import Batch, limited_memory, tune_allocator
 from Gradient_evaluation.runs.oracle_table import GRADED, ZERO_ONE, Row, check_ground_truths, load_dataset_rows, rewards_of
@@ -41,8 +42,7 @@ from Gradient_evaluation.runs.resume import (
     saved_on_interrupt,
     write_table,
 )
-from Gradient_evaluation.runs.sampler_check import check_sampler
-from Gradient_evaluation.sampling.generate import sample_continuations, uniforms
+from Gradient_evaluation.sampling.generate import log_probs, sample_continuations, uniforms
 from Gradient_evaluation.settings import OracleSettings
 from Gradient_evaluation.utils import REWARDS
 
@@ -121,19 +121,23 @@ def oracle_columns(rewards: np.ndarray, zero_one: bool) -> dict:
     }
 
 
-def check_law(model, tokenizer, prompt_ids, row, settings: OracleSettings, batch: Batch) -> None:
-    """Raise UserError where the sampler's law is not that of the model's forward pass (sampler_check.py)."""
-    u = uniforms(settings.seed, "audit", row.prompt_id, 0, min(CHECKED, settings.n_oracle), settings.max_new_tokens)
-    gram = ScoreGram(model, law_of(settings))
+def check_law(model, tokenizer, todo, settings: OracleSettings, batch: Batch) -> None:
+    """Raise UserError where the sampler's law is not that of the model's forward pass (runs/checks.py).
 
-    def check(size: int) -> dict:
-        drawn = sample_continuations(model, tokenizer, prompt_ids, u[:size], law_of(settings), size)
-        return check_sampler(gram, prompt_ids, drawn, row.where)
+    Compared are draws of the first prompt, and of the longest: a model can be one law on the one and not on the other.
+    """
+    law, last = law_of(settings), max(todo, key=lambda each: len(each[1]))
+    for row, prompt_ids in [todo[0], last][: 1 + (last is not todo[0])]:
+        u = uniforms(settings.seed, "audit", row.prompt_id, 0, min(CHECKED, settings.n_oracle), settings.max_new_tokens)
 
-    def in_batches() -> dict:
-        return Batch(batch.flag, min(batch.size, len(u)), least=1).run(check, row.where)
+        def check(size: int, row=row, prompt_ids=prompt_ids, u=u) -> dict:
+            drawn = sample_continuations(model, tokenizer, prompt_ids, u[:size], law, size)
+            with ScoreGram(model, partial(log_probs, law=law)) as gram:
+                return check_sampler(gram, law, prompt_ids, drawn, row.where)
 
-    finite_at(row, in_float32, model, in_batches, "the comparison of sampler and scorer")
+        smaller = Batch(batch.flag, min(batch.size, len(u)), least=1)
+        checked = partial(smaller.run, check, row.where)
+        finite_at(row, in_float32, model, checked, "the comparison of sampler and scorer")
 
 
 def begin(plan: Plan, settings: OracleSettings, fingerprints: list[str]) -> None:
@@ -161,7 +165,7 @@ def measure_all(plan: Plan, settings: OracleSettings, dtype: torch.dtype, proces
         Progress(len(plan.rows), len(plan.finished), "V", settings.quiet, processes) as progress,
     ):
         if plan.todo:  # the others wait, so that no row is written by a sampler that does not pass
-            processes.from_first(check_law, model, tokenizer, plan.todo[0][1], plan.todo[0][0], settings, batch)
+            processes.from_first(check_law, model, tokenizer, plan.todo, settings, batch)
         for row, prompt_ids in processes.share(plan.todo):
             measured = measure(model, tokenizer, prompt_ids, row, settings, batch)
             append_row(path, {**row.columns, **measured, **plan.record, **weights})

@@ -78,7 +78,7 @@ def detailed_path(folder: str | Path, label: str, K: int) -> Path:
 
 PUBLISHED_SCORES = (
     "--scoring published: the scores are not those of the law that was sampled (full softmax at temperature 1, without the end "
-    "of sequence), so their mean is not 0, whatever the on-policy check says; no estimator here is unbiased, and the group size "
+    "of sequence), so their mean is not 0, whatever the on-policy check says; no estimator is unbiased, and the group size "
     "leans on all of them. Use it to compare with the paper's released numbers only"
 )
 

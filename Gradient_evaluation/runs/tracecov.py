@@ -15,7 +15,6 @@ import torch
 
 from Gradient_evaluation.chat_template import Chat
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.models import (
     device_line,
     fingerprint,
@@ -28,11 +27,11 @@ from Gradient_evaluation.models import (
 )
 from Gradient_evaluation.runs import gram_store, group_size_report
 from Gradient_evaluation.runs.files import write_json
-from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size
+from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size, score_gram
 from Gradient_evaluation.runs.memory import limited_memory, tune_allocator
 from Gradient_evaluation.runs.oracle_table import Row, check_ground_truths, check_law, load_oracle_table
 from Gradient_evaluation.runs.processes import Processes, Progress
-from Gradient_evaluation.runs.prompts import chat_from, law_of, law_record, tokenised
+from Gradient_evaluation.runs.prompts import chat_from, law_record, tokenised
 from Gradient_evaluation.runs.results import finished_results, report, results_path, versions, write_results
 from Gradient_evaluation.runs.resume import (
     CHECKS,
@@ -203,20 +202,12 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
     model = load_model(settings.model, settings.revision, processes.device, dtype, settings.trust_remote_code)
     fingerprints = processes.gather(fingerprint(model))
     processes.from_first(begin, plan, settings, fingerprints)
-    gram = ScoreGram(
-        model,
-        law_of(settings),
-        settings.scoring,
-        settings.gram_memory * 2**20,
-        settings.params,
-        settings.sketch_dim,
-        gradient_checkpointing=settings.gradient_checkpointing,
-        gram_dtype=settings.gram_dtype,
-    )
+    gram = score_gram(model, settings)
     measurement = Measurement(model, tokenizer, gram, settings)
     done = len(plan.chosen) - len(plan.todo)
     checks = {"gen_bs": settings.gen_bs, **read_checks(plan.grams)}
     with (
+        gram,
         limited_memory(settings.max_memory, processes.device),
         Progress(len(plan.chosen), done, "reward", settings.quiet, processes) as progress,
     ):

@@ -5,12 +5,11 @@ import json
 import numpy as np
 import pytest
 import torch
+from grams import LAW, PROMPT, audit_of, score_gram, tokens
 from safetensors.torch import load_file, save_file
-from test_score_gram import LAW, PROMPT
 from tiny_models import per_sample_scores, random_continuations, tiny_model
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.models import fingerprint, load_model, weights_digest
 from Gradient_evaluation.sampling.generate import sample_continuations, uniforms
 
@@ -65,16 +64,16 @@ def test_what_peft_trains_is_measured_exactly(kind, tied, tmp_path):
     assert torch.equal(model(ids).logits, truth(ids).logits)
     continuations = random_continuations(0, (3, 6, 1, 5))
     scores = per_sample_scores(truth, PROMPT, continuations, LAW)
-    gram = ScoreGram(model, LAW)
-    assert set(gram.names.values()) == {name.removeprefix("base_model.model.") for name in expected}
-    block = gram.block(PROMPT, continuations).gram
+    with score_gram(model) as gram:
+        assert set(gram.names.values()) == {name.removeprefix("base_model.model.") for name in expected}
+        block = gram.block(PROMPT, tokens(continuations)).gram
     assert np.abs(block - (scores @ scores.T).numpy()).max() < 1e-9 * np.abs(block).max()
 
 
 def test_an_adapter_is_sampled_audited_and_told_apart(tmp_path):
     adapter = save(tmp_path, KINDS["whole modules"])
     model = load_model(adapter, None, CPU, torch.bfloat16)
-    assert ScoreGram(model, LAW).audit(PROMPT, random_continuations(0, (3, 6, 1, 5)))["max_relative_error"] < 1e-5
+    assert audit_of(model, random_continuations(0, (3, 6, 1, 5)))["max_relative_error"] < 1e-5
     assert fingerprint(model) != fingerprint(load_model(str(tmp_path / "base"), None, CPU, torch.bfloat16))
     assert weights_digest(adapter) != weights_digest(str(tmp_path / "base"))
 
@@ -96,7 +95,7 @@ def edit(adapter, **changes):
         json.dump({**config, **changes}, file)
 
 
-def test_a_base_model_is_found_from_the_adapters_folder_or_named_in_one_line(tmp_path):
+def test_a_base_model_is_found_beside_the_adapter_or_named(tmp_path):
     adapter = save(tmp_path, KINDS["plain"])
     edit(adapter, base_model_name_or_path="../base")
     load_model(adapter, None, CPU, torch.float32)
@@ -113,7 +112,7 @@ def test_a_base_model_is_found_from_the_adapters_folder_or_named_in_one_line(tmp
 
 
 @pytest.mark.parametrize("weight", ["layers.0.input_layernorm", "lora_B"])
-def test_a_weight_that_the_adapters_file_lacks_is_refused_by_name(weight, tmp_path):
+def test_a_weight_that_the_file_lacks_is_refused_by_name(weight, tmp_path):
     adapter = save(tmp_path, KINDS["whole modules"])
     weights = load_file(f"{adapter}/adapter_model.safetensors")
     name = next(name for name in weights if weight in name)
@@ -139,6 +138,6 @@ def test_a_weight_of_the_file_that_peft_leaves_unused_is_said(tmp_path, capsys):
         (peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3), "PREFIX_TUNING.*virtual tokens"),
     ],
 )
-def test_adapters_outside_the_models_layers_are_refused_with_the_reason(config, said, tmp_path):
+def test_adapters_outside_the_models_layers_are_refused(config, said, tmp_path):
     with pytest.raises(UserError, match=said):
         load_model(save(tmp_path, config), None, CPU, torch.float32)

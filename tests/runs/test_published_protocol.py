@@ -1,5 +1,7 @@
 """The Gram results agree with the published protocol run by brute force: fresh groups, three backwards per group."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +10,7 @@ from scripts import ROOT
 from data.make_arithmetic import make_problems
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.models import load_model, load_tokenizer
+from Gradient_evaluation.runs.measure import scored
 from Gradient_evaluation.sampling.generate import SamplingLaw, log_probs, sample_continuations, uniforms
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.utils import format_prompt, integer_reward
@@ -56,11 +59,12 @@ def test_gram_results_are_those_of_the_published_protocol_within_monte_carlo_err
             drawn = sample_continuations(model, tokenizer, prompt_ids, u, LAW, 512)
             return drawn, np.array([integer_reward(c.text, problem["ground_truth"]) for c in drawn])
 
-        gram = ScoreGram(model, LAW, scoring)
         blocks = []
         for b in range(12):
             drawn, z = draw(f"block {b}", 64)
-            blocks.append((gram.block(prompt_ids, drawn).gram, z, np.array([len(c.tokens) for c in drawn])))
+            with ScoreGram(model, partial(log_probs, law=LAW if scoring == "exact" else SamplingLaw())) as grams:
+                gram = grams.block(prompt_ids, *scored(drawn, scoring)).gram
+            blocks.append((gram, z, np.array([len(c.tokens) for c in drawn])))
         for K in (4, 8):
             drawn, z = draw(f"groups of {K}", repeats * K)
             groups = [drawn[i : i + K] for i in range(0, len(drawn), K)]

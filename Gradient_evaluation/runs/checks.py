@@ -1,8 +1,9 @@
-"""Are the sampler and the scorer one law? The log-probs of the draws against those of the scoring pass, token by token.
+"""The checks before a run's first prompt: are sampler and scorer one law, and is the score Gram that of a backward pass?
 
-Decoding with a cache and scoring whole sequences are two computations of one log pi(Y | x). Where they part (other
-positions, another RoPE factor, another mask), the score is not that of what was sampled, and neither the self-audit,
-which shares the scoring pass, nor the on-policy check, which is weak on a few prompts, sees it.
+``check_sampler``: decoding with a cache and scoring whole sequences are two computations of one log pi(Y | x). Where they
+differ (other positions, another RoPE factor, another mask), the score is not that of what was sampled. Neither the
+self-audit, which shares the scoring pass, nor the on-policy check, which is weak on a few prompts, sees it. So the
+log-probs of the draws are compared with those of the scoring pass, token by token.
 
 At every token the sampler gave log pi and m, the log of the share of probability that top_k and top_p left. Their sum,
 the log-softmax at the temperature, has no edge: both sides must agree in it to rounding. m has one: a token within
@@ -10,14 +11,19 @@ rounding of the edge may be kept on one side and not on the other, and both are 
 anywhere between its least and its largest value when every logit of the scoring pass is off by the dtype's ``slack``;
 what it is beyond counts as difference.
 
-In half precision rounding hides much: decoding one position further went unseen in bfloat16. So both scripts run this in
-float32 (``self_audit.in_float32``), and in the model's dtype only where that does not fit or run.
+``self_audit``: ScoreGram.audit, parameter by parameter.
+
+Rounding in half precision hides much: decoding one position further went unseen in bfloat16, and so would a rule of the
+Gram that is some percent off. So both checks of a half-precision model run in float32 (``in_float32``), and in the model's
+own dtype only where that does not fit or run.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -25,8 +31,13 @@ import numpy as np
 import torch
 
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.forward import is_out_of_memory
 from Gradient_evaluation.gram.score_gram import ScoreGram
+from Gradient_evaluation.runs.memory import release_memory
 from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw, kept_tokens, log_probs
+
+SHORT = 10  # tokens; a shorter continuation is allowed as much
+HALF = (torch.float16, torch.bfloat16)
 
 
 class Tolerance(NamedTuple):
@@ -41,10 +52,10 @@ class Tolerance(NamedTuple):
     independent: bool = False
 
     def share(self, found: Sequence[np.ndarray]) -> np.ndarray:
-        """Each continuation's summed difference over what is allowed to its length: (continuations,), in order at most 1.
+        """Each continuation's summed difference over what its length allows: (continuations,), at most 1 where it is right.
 
         The shortest are allowed what SHORT tokens are. Independent errors also average out over continuations: where the
-        root mean square of sum / sqrt(n) is beyond a third of per_token, the largest is not in order either.
+        root mean square of sum / sqrt(n) is beyond a third of per_token, the largest counts as wrong too.
         """
         sums = np.array([abs(float(each.sum())) for each in found])
         lengths = np.array([len(each) for each in found], dtype=float)
@@ -53,9 +64,6 @@ class Tolerance(NamedTuple):
         shares = sums / (self.per_token * np.sqrt(np.maximum(lengths, SHORT)))
         overall = math.sqrt(float((sums**2).sum() / lengths.sum())) / (self.per_token / 3)
         return np.where(shares == shares.max(), np.maximum(shares, overall), shares)
-
-
-SHORT = 10
 
 
 def tolerance_of(model: torch.nn.Module) -> Tolerance:
@@ -95,37 +103,55 @@ def possible_log_kept(logits: torch.Tensor, tokens: torch.Tensor, law: SamplingL
     return tuple(ends)
 
 
-def differences(gram: ScoreGram, prompt_ids: Sequence[int], continuations: Sequence[Continuation]) -> list[np.ndarray]:
+def differences(
+    gram: ScoreGram, law: SamplingLaw, prompt_ids: Sequence[int], continuations: Sequence[Continuation]
+) -> list[np.ndarray]:
     """Per continuation, log pi of the sampler less that of the scoring pass at each token (length,), float64.
 
-    Under the law that was sampled, whatever ``--scoring`` says. What rounding at the edge of the nucleus explains is
+    law: the one that was sampled, whatever ``--scoring`` says. What rounding at the edge of the nucleus explains is
     taken off.
     """
-    logits, targets = gram.logits(prompt_ids, continuations)
+    logits = gram.logits(prompt_ids, [drawn.tokens for drawn in continuations])
     slack = tolerance_of(gram.model).slack
     found = []
-    for row, tokens, drawn in zip(logits, targets, continuations):
-        length = len(drawn.tokens)
-        row, tokens = row[:length], tokens[:length]
-        whole = log_probs(row, tokens, replace(gram.sampled_law, top_k=0, top_p=1.0)).double()
-        value = log_probs(row, tokens, gram.sampled_law).double()
+    for row, drawn in zip(logits, continuations):
+        row, tokens = row[: len(drawn.tokens)], torch.tensor(drawn.tokens, device=row.device)
+        whole = log_probs(row, tokens, replace(law, top_k=0, top_p=1.0)).double()
+        value = log_probs(row, tokens, law).double()
         log_pi, log_kept = (torch.from_numpy(x).to(value) for x in (drawn.log_probs, drawn.log_kept))
-        divided = row.to(torch.promote_types(row.dtype, torch.float32)) / gram.sampled_law.temperature
-        exact = whole - value  # what the scoring pass itself has left
-        least, largest = (end.double() for end in possible_log_kept(divided, tokens, gram.sampled_law, slack))
+        divided = row.to(torch.promote_types(row.dtype, torch.float32)) / law.temperature
+        exact = whole - value  # that of the scoring pass itself
+        least, largest = (end.double() for end in possible_log_kept(divided, tokens, law, slack))
         nearest = log_kept.clamp(torch.minimum(least, exact), torch.maximum(largest, exact))
         found.append(((log_pi + log_kept - whole) - (log_kept - nearest)).cpu().numpy())
     return found
 
 
-def check_sampler(gram: ScoreGram, prompt_ids: Sequence[int], continuations: Sequence[Continuation], where: str) -> dict:
-    """Compare the draws' own log-probs with the scoring pass → what the results keep of it.
+def check_block(
+    gram: ScoreGram, law: SamplingLaw, prompt_ids: Sequence[int], drawn: Sequence[Continuation], scored: np.ndarray, where: str
+) -> None:
+    """``check_sampler`` of a block whose ``scored`` log-probs (B,) the Gram's own pass has given, so that it costs nothing.
+
+    A model can be one law on the first prompt and not on a longer one. Sums are compared; where one is beyond its
+    tolerance, which the edge of a nucleus can do too, the tokens are compared in another pass, and that decides.
+    """
+    sums = [np.zeros(len(each.tokens)) for each in drawn]
+    for each, value, found in zip(drawn, scored, sums):
+        found[0] = float(each.log_probs.sum(dtype=np.float64)) - value
+    if tolerance_of(gram.model).share(sums).max() > 1:
+        check_sampler(gram, law, prompt_ids, drawn, where)
+
+
+def check_sampler(
+    gram: ScoreGram, law: SamplingLaw, prompt_ids: Sequence[int], continuations: Sequence[Continuation], where: str
+) -> dict:
+    """Compare the log-probs that the draws of ``law`` came with, with those of the scoring pass → what the results keep:
 
     {"continuations", "tokens", "median_difference" and "largest_difference" per token, "largest_sum": of a continuation,
     "tolerance": per token, or per square root of the tokens in half precision}. Raises UserError, naming ``where`` and
     the continuation and token of the largest difference, when a continuation's sum is beyond its tolerance.
     """
-    found, tolerance = differences(gram, prompt_ids, continuations), tolerance_of(gram.model)
+    found, tolerance = differences(gram, law, prompt_ids, continuations), tolerance_of(gram.model)
     shares = tolerance.share(found)
     worst = int(np.argmax(shares))
     if not shares[worst] <= 1:
@@ -146,3 +172,56 @@ def check_sampler(gram: ScoreGram, prompt_ids: Sequence[int], continuations: Seq
         "largest_sum": max(abs(float(each.sum())) for each in found),
         "tolerance": tolerance.per_token,
     }
+
+
+def self_audit(gram: ScoreGram, prompt_ids: Sequence[int], continuations: Sequence[Sequence[int]], masks=None) -> dict:
+    """ScoreGram.audit, of a half-precision model in float32 where that fits and runs."""
+    return in_float32(gram.model, lambda: gram.audit(prompt_ids, continuations, masks), "the self-audit")
+
+
+def in_float32(model: torch.nn.Module, check: Callable[[], dict], name: str) -> dict:
+    """``check()`` with a half-precision model in float32; in its own dtype, and said so, where that does not fit or run.
+
+    name: of the check, for the message.
+    """
+    own = {p.dtype for p in model.parameters() if p.dtype in HALF}
+    if own:
+        try:
+            with widened(model):
+                return check()
+        except (RuntimeError, MemoryError, TypeError) as error:
+            why = "out of memory" if is_out_of_memory(error) else str(error).strip().split("\n")[0]
+        # Outside the handler, whose traceback keeps the tensors of the attempt alive.
+        release_memory()
+        coarsest = str(max(own, key=lambda dtype: torch.finfo(dtype).eps)).split(".")[-1]
+        print(
+            f"note: {name} does not run in float32 ({why}); it goes on in {coarsest}, whose rounding hides small faults",
+            file=sys.stderr,
+        )
+    return check()
+
+
+@contextmanager
+def widened(model: torch.nn.Module) -> Iterator[None]:
+    """While inside, the model's half-precision parameters and buffers are float32; afterwards they are as before.
+
+    Parameters are widened in place, one at a time, so that there is never a second copy of the model. Every
+    half-precision number is one of float32, so narrowing gives the same values back. Buffers are put back themselves.
+    """
+    parameters, buffers = [], []
+    try:
+        for module in model.modules():
+            for name, x in module.named_buffers(recurse=False):
+                if x.dtype in HALF:
+                    buffers.append((module, name, x))
+                    module._buffers[name] = x.float()
+        for p in model.parameters():
+            if p.dtype in HALF:
+                parameters.append((p, p.dtype))
+                p.data = p.data.float()
+        yield
+    finally:
+        for p, dtype in parameters:
+            p.data = p.data.to(dtype)
+        for module, name, x in buffers:
+            module._buffers[name] = x

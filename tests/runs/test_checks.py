@@ -5,14 +5,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from grams import score_gram, tokens
 from test_sampling import draw
 from tiny_models import FAMILIES, tiny_model, tiny_tokenizer
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.gram.score_gram import ScoreGram
-from Gradient_evaluation.gram.self_audit import in_float32
 from Gradient_evaluation.models import crosses_rope_length, rope_length
-from Gradient_evaluation.runs.sampler_check import check_sampler, differences, possible_log_kept, tolerance_of
+from Gradient_evaluation.runs.checks import check_sampler, differences, in_float32, possible_log_kept, tolerance_of
 from Gradient_evaluation.sampling import generate as sampling
 from Gradient_evaluation.sampling.generate import SamplingLaw, kept_tokens
 
@@ -53,17 +52,27 @@ def drawn_by(model, law=LAW, n=16, prompt=PROMPT):
     return draw(model, law, n, prompt=prompt, tokenizer=WORDS)
 
 
+def checked(model, drawn, law=LAW, prompt=PROMPT):
+    with score_gram(model, law) as gram:
+        return check_sampler(gram, law, prompt, drawn, "line 1")
+
+
+def largest_difference(model, drawn, law=LAW, prompt=PROMPT):
+    with score_gram(model, law) as gram:
+        return max(np.abs(each).max() for each in differences(gram, law, prompt, drawn))
+
+
 @pytest.mark.parametrize("family", RIGHT)
 def test_sampler_and_scorer_are_one_law_in_every_family(family):
     model = family_model(family)
     drawn = drawn_by(model)
     assert len({len(c.tokens) for c in drawn}) > 1  # rows left the batch
-    gram = ScoreGram(model, LAW)
-    largest = max(np.abs(each).max() for each in differences(gram, PROMPT, drawn))
+    largest = largest_difference(model, drawn)
     print(f"| {family} | {type(model).__name__} | {largest:.1e} |")
     assert largest < 1e-5
-    assert check_sampler(gram, PROMPT, drawn, "line 1")["largest_difference"] == largest
-    summed = gram.block(PROMPT, drawn[:4]).log_probs  # the pass that the run differentiates, its prompt shared
+    assert checked(model, drawn)["largest_difference"] == largest
+    with score_gram(model, LAW) as gram:
+        summed = gram.block(PROMPT, tokens(drawn[:4])).log_probs  # the pass that the run differentiates, its prompt shared
     np.testing.assert_allclose(summed, [c.log_probs.sum() for c in drawn[:4]], atol=1e-4)
 
 
@@ -77,27 +86,27 @@ def test_positions_are_those_the_model_itself_counts(family):
 
 
 @pytest.mark.parametrize("broken", ["bamba", "roberta"])
-def test_other_positions_in_decoding_stop_the_run_and_name_the_token(monkeypatch, broken):
+def test_other_positions_in_decoding_stop_and_name_the_token(monkeypatch, broken):
     model = family_model(broken)
     counted = sampling.position_ids
     monkeypatch.setattr(sampling, "position_ids", lambda padding, tokens: counted(padding, tokens).clamp(max=4))
     drawn = drawn_by(model)
     monkeypatch.undo()
     with pytest.raises(UserError, match=r"line 1: .*not one law.* continuation \d+ .* token \d+ .*try --dtype"):
-        check_sampler(ScoreGram(model, LAW), PROMPT, drawn, "line 1")
+        checked(model, drawn)
 
 
-def test_a_model_whose_cached_decoding_is_wrong_in_transformers_stops_the_run():
+def test_a_model_decoded_wrongly_by_transformers_stops_the_run():
     model = tiny_model("megatron-bert", dtype=torch.float32, is_decoder=True)
     model.generation_config.eos_token_id = 2
     with pytest.raises(UserError, match="MegatronBertForCausalLM disagree"):
-        check_sampler(ScoreGram(model, LAW), PROMPT, drawn_by(model), "line 1")
+        checked(model, drawn_by(model))
 
 
 @pytest.mark.parametrize("times", [1.5, 5.0])
-def test_a_continuation_beyond_the_tolerance_stops_and_one_within_does_not(times):
+def test_only_a_continuation_beyond_the_tolerance_stops(times):
     model = family_model("llama")
-    drawn, gram = drawn_by(model), ScoreGram(model, LAW)
+    drawn = drawn_by(model)
     longest = max(range(len(drawn)), key=lambda i: len(drawn[i].tokens))
     size = len(drawn[longest].tokens)
 
@@ -106,61 +115,59 @@ def test_a_continuation_beyond_the_tolerance_stops_and_one_within_does_not(times
         log_probs[size // 2] += by * size * 1e-5
         return [replace(c, log_probs=log_probs) if i == longest else c for i, c in enumerate(drawn)]
 
-    check_sampler(gram, PROMPT, off(0.5), "line 1")
+    checked(model, off(0.5))
     with pytest.raises(UserError, match=f"continuation {longest} .* token {size // 2 + 1} "):
-        check_sampler(gram, PROMPT, off(times), "line 1")
+        checked(model, off(times))
 
 
 @pytest.mark.parametrize(
     "law", [SamplingLaw(max_new_tokens=8), SamplingLaw(temperature=0.6, top_k=5, max_new_tokens=8)], ids=str
 )
 @pytest.mark.parametrize("scoring", ["exact", "published"])
-def test_the_law_that_was_sampled_is_compared_whatever_the_scoring(law, scoring):
+def test_the_sampled_law_is_compared_whatever_the_scoring(law, scoring):
     model = family_model("qwen2")
     drawn = drawn_by(model, law)
-    gram = ScoreGram(model, law, scoring)
-    assert check_sampler(gram, PROMPT, drawn, "line 1")["largest_difference"] < 1e-5
-    gram.sampled_law = replace(law, top_p=0.8)
-    with pytest.raises(UserError, match="not one law"):
-        check_sampler(gram, PROMPT, drawn, "line 1")
+    with score_gram(model, law if scoring == "exact" else SamplingLaw()) as gram:
+        assert check_sampler(gram, law, PROMPT, drawn, "line 1")["largest_difference"] < 1e-5
+        with pytest.raises(UserError, match="not one law"):
+            check_sampler(gram, replace(law, top_p=0.8), PROMPT, drawn, "line 1")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("top_p", [0.5, 0.95, 1.0])
-def test_half_precision_is_held_to_its_rounding_also_at_the_edge_of_the_nucleus(dtype, top_p):
+def test_half_precision_may_err_by_its_rounding_and_no_more(dtype, top_p):
     law = SamplingLaw(top_p=top_p, max_new_tokens=12)
     model = tiny_model("llama", dtype=torch.float32)
     model.generation_config.eos_token_id = 2
     with torch.no_grad():
         model.lm_head.weight.mul_(4)  # logits up to 20, as trained models have
     model = model.to(dtype)
-    gram, drawn = ScoreGram(model, law), drawn_by(model, law, n=48)
-    assert check_sampler(gram, PROMPT, drawn, "line 1")["largest_difference"] < tolerance_of(model).per_token
+    drawn = drawn_by(model, law, n=48)
+    assert checked(model, drawn, law)["largest_difference"] < tolerance_of(model).per_token
     shifted = drawn_by(model, law, n=48, prompt=[3, *PROMPT])  # as if decoded one position further
     with pytest.raises(UserError, match="not one law"):
-        check_sampler(gram, PROMPT, shifted, "line 1")
+        checked(model, shifted, law)
 
 
-def checked_in_float32(gram):
+def checked_in_float32(model):
     """As both scripts check a half-precision model: drawn and scored in float32."""
-    return in_float32(gram.model, lambda: check_sampler(gram, PROMPT, drawn_by(gram.model, n=16), "line 1"), "the check")
+    return in_float32(model, lambda: checked(model, drawn_by(model, n=16)), "the check")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_half_precision_model_is_checked_in_float32_and_comes_back_as_it_was(monkeypatch, dtype):
+def test_half_precision_is_checked_in_float32_and_comes_back(monkeypatch, dtype):
     """Very wide logits are no false alarm, and decoding one position further, unseen in bfloat16, stops the run."""
     model = family_model("llama", dtype=dtype)
     with torch.no_grad():
         model.lm_head.weight.mul_(50)
     before = {name: x.clone() for name, x in model.state_dict().items()}
-    gram = ScoreGram(model, LAW)
-    assert checked_in_float32(gram)["largest_difference"] < 1e-4
+    assert checked_in_float32(model)["largest_difference"] < 1e-4
     with torch.no_grad():
         model.lm_head.weight.div_(50)
     counted = sampling.position_ids
     monkeypatch.setattr(sampling, "position_ids", lambda padding, tokens: counted(padding, tokens) + 1)
     with pytest.raises(UserError, match="not one law"):
-        checked_in_float32(gram)
+        checked_in_float32(model)
     with torch.no_grad():
         model.lm_head.weight.copy_(before["lm_head.weight"])
     assert all(x.dtype == dtype for x in model.parameters())
@@ -171,7 +178,7 @@ def test_a_half_precision_model_is_checked_in_float32_and_comes_back_as_it_was(m
     "law", [SamplingLaw(top_p=0.95), SamplingLaw(top_p=0.5), SamplingLaw(top_k=5), SamplingLaw(top_k=9, top_p=0.8)], ids=str
 )
 @pytest.mark.parametrize("slack", [1e-5, 0.03])
-def test_logits_off_by_the_slack_keep_a_share_within_its_bounds_with_ties_at_the_edge(law, slack):
+def test_logits_off_by_the_slack_keep_a_share_within_bounds(law, slack):
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(300, 40, generator=generator, dtype=torch.float64)
     logits[100:] = logits[100:].round()  # ties; noise breaks them
@@ -187,7 +194,7 @@ def test_logits_off_by_the_slack_keep_a_share_within_its_bounds_with_ties_at_the
     assert different > 100  # the edge did move
 
 
-def test_the_edge_of_a_nucleus_with_ties_raises_no_false_alarm():
+def test_the_edge_of_a_nucleus_with_ties_is_no_false_alarm():
     """Tokens in exact ties everywhere, their order left to rounding: every row of the head twice."""
     model = family_model("gpt2")
     with torch.no_grad():
@@ -196,9 +203,7 @@ def test_the_edge_of_a_nucleus_with_ties_raises_no_false_alarm():
         head.mul_(2)
     for top_p in (0.3, 0.7, 0.95):
         law = SamplingLaw(top_p=top_p, max_new_tokens=12)
-        check_sampler(ScoreGram(model, law), PROMPT, drawn_by(model, law, n=64), "line 1")
-        for p in model.parameters():
-            p.requires_grad_(True)
+        checked(model, drawn_by(model, law, n=64), law)
 
 
 LONGROPE = {
@@ -218,11 +223,10 @@ def longrope_model():
 
 
 @pytest.mark.parametrize("length,one_law", [(4, True), (5, True), (6, False), (16, False), (17, True), (40, True)])
-def test_longrope_is_one_law_where_both_sides_use_one_factor_and_refused_elsewhere(length, one_law):
+def test_longrope_is_one_law_where_it_is_not_refused(length, one_law):
     model, law = longrope_model(), SamplingLaw(max_new_tokens=12)
     prompt = [3 + i % 30 for i in range(length)]
     refused = crosses_rope_length(rope_length(model.config), length, law.max_new_tokens)
     assert refused != one_law
     drawn = [c for c in drawn_by(model, law, prompt=prompt) if len(c.tokens) == 12]
-    largest = max(np.abs(each).max() for each in differences(ScoreGram(model, law), prompt, drawn))
-    assert (largest < 1e-5) == one_law
+    assert (largest_difference(model, drawn, law, prompt) < 1e-5) == one_law

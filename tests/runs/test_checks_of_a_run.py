@@ -5,19 +5,20 @@ import json
 
 import pytest
 from scripts import call, one_line_error, oracle, read, tracecov
+from test_checks import longrope_model
 from test_estimators import make_records
-from test_sampler_check import longrope_model
 from tiny_models import tiny_tokenizer
 
 from Gradient_evaluation import calculate_oracle_v
-from Gradient_evaluation.runs import measure as prompt_measurement
+from Gradient_evaluation.runs import measure
+from Gradient_evaluation.runs.tracecov import drawn
 from Gradient_evaluation.sampling import generate as sampling
 from Gradient_evaluation.stats.summary import _on_policy_warning, summarise
 
 FEW = ("--K_list", 4, "--M", 4)
 
 
-def test_a_run_reports_the_check_and_a_continued_one_keeps_it_byte_for_byte(policy, table, tmp_path, capsys, monkeypatch):
+def test_a_run_reports_the_check_and_a_continued_one_keeps_it(policy, table, tmp_path, capsys, monkeypatch):
     code, out, _ = tracecov(policy, table, tmp_path, *FEW, capsys=capsys)
     results = tmp_path / "tracecov_four tokens.json"
     check, before = read(results)["checks"]["sampler_check"], (tmp_path / "grams" / "checks.json").read_bytes()
@@ -25,15 +26,13 @@ def test_a_run_reports_the_check_and_a_continued_one_keeps_it_byte_for_byte(poli
     assert check["continuations"] == 4 and check["median_difference"] <= check["largest_difference"] < check["tolerance"]
     gram = sorted((tmp_path / "grams").glob("*.npz"))[1]
     gram.unlink()
-    monkeypatch.setattr(prompt_measurement.Measurement, "check_sampler", None)  # not called again
+    monkeypatch.setattr(measure.Measurement, "check_sampler", None)  # not called again
     assert tracecov(policy, table, tmp_path, *FEW)[0] == 0
     assert (tmp_path / "grams" / "checks.json").read_bytes() == before and gram.exists()
 
 
 @pytest.mark.parametrize("scoring", ["exact", "published"])
-def test_a_run_whose_sampler_decodes_under_other_positions_stops_in_one_line_before_any_gram(
-    policy, table, tmp_path, capsys, monkeypatch, scoring
-):
+def test_a_run_decoding_at_other_positions_stops_before_a_gram(policy, table, tmp_path, capsys, monkeypatch, scoring):
     counted = sampling.position_ids
     monkeypatch.setattr(sampling, "position_ids", lambda padding, tokens: counted(padding, tokens) + 3)
     done = tracecov(policy, table, tmp_path, *FEW, "--scoring", scoring, capsys=capsys)
@@ -41,7 +40,23 @@ def test_a_run_whose_sampler_decodes_under_other_positions_stops_in_one_line_bef
     assert not list((tmp_path / "grams").glob("*.npz"))
 
 
-def test_the_on_policy_check_warns_in_words_where_scores_are_of_another_law_and_not_where_they_are_right():
+@pytest.mark.parametrize("script", ["oracle", "tracecov"])
+def test_a_law_that_parts_only_on_longer_prompts_is_found(policy, tmp_path, capsys, monkeypatch, script):
+    """The first prompt passes: models were found that are not causal, but only beyond some length."""
+    counted, given = sampling.position_ids, tmp_path / "rows.jsonl"
+    rows = [{"prompt": "2", "ground_truth": 1, "V_oracle": 0.5}, {"prompt": "321321", "ground_truth": 1, "V_oracle": 0.5}]
+    given.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(sampling, "position_ids", lambda padding, tokens: counted(padding, tokens) + 3 * (tokens.shape[1] > 4))
+    if script == "oracle":
+        one_line_error(oracle(policy, given, tmp_path, capsys=capsys), "line 2", "not one law")
+        return
+    seed = next(seed for seed in range(9) if drawn(2, 2, None, seed)[0] == 0)
+    code, _, err = tracecov(policy, given, tmp_path, *FEW, "--seed", seed, capsys=capsys)
+    assert code == 2 and "line 2: the sampler and the scoring pass are not one law" in err
+    assert len(list((tmp_path / "grams").glob("*.npz"))) == 1  # that of the short prompt, which was right
+
+
+def test_the_on_policy_check_warns_of_scores_of_another_law():
     for seed in range(12):
         for n_prompts in (5, 12, 40):
             for centred in (True, False):
@@ -53,13 +68,13 @@ def test_the_on_policy_check_warns_in_words_where_scores_are_of_another_law_and_
                     assert "not those of the law that was sampled" in check["warning"]
 
 
-def test_the_warning_needs_more_on_few_prompts_and_comes_on_the_positive_side_only():
+def test_the_warning_needs_more_on_few_prompts_and_is_one_sided():
     assert _on_policy_warning(3.5, 12) is None and _on_policy_warning(-50.0, 12) is None
     assert _on_policy_warning(5.9, 12) and _on_policy_warning(4.2, 500) and _on_policy_warning(4.2, 12) is None
     assert _on_policy_warning(50.0, 4) is None and _on_policy_warning(None, 40) is None
 
 
-def test_a_warning_in_the_results_is_printed_and_exact_scoring_gives_none(policy, tmp_path, capsys):
+def test_a_warning_is_printed_and_exact_scoring_gives_none(policy, tmp_path, capsys):
     prompts = ["".join(p) for length in (1, 2, 3) for p in itertools.product("123", repeat=length)]
     rows = [{"prompt": p, "ground_truth": 3, "V_oracle": 0.5, "n_oracle": 10} for p in prompts]
     given = tmp_path / "table.jsonl"
@@ -73,7 +88,7 @@ def test_a_warning_in_the_results_is_printed_and_exact_scoring_gives_none(policy
         assert scoring == "published" or check["warning"] is None
 
 
-def test_a_longrope_prompt_that_crosses_the_original_length_is_refused_before_the_model_loads(tmp_path, capsys):
+def test_a_longrope_prompt_across_the_first_length_is_refused(tmp_path, capsys):
     folder = tmp_path / "long"
     longrope_model().save_pretrained(folder)
     tiny_tokenizer(("<eos>", *map(str, range(1, 40)))).save_pretrained(folder)
@@ -96,7 +111,7 @@ def test_a_longrope_prompt_that_crosses_the_original_length_is_refused_before_th
     one_line_error(done, "LongRoPE", "lower --max_new_tokens")
 
 
-def test_an_oracle_table_is_not_begun_with_a_sampler_of_another_law(policy, problems, tmp_path, capsys, monkeypatch):
+def test_an_oracle_table_needs_a_sampler_of_the_same_law(policy, problems, tmp_path, capsys, monkeypatch):
     counted = sampling.position_ids
     monkeypatch.setattr(sampling, "position_ids", lambda padding, tokens: counted(padding, tokens) + 3)
     one_line_error(oracle(policy, problems, tmp_path, capsys=capsys), "line 1", "not one law")

@@ -1,0 +1,44 @@
+"""What the tests of the score Gram share: a prompt, a law, and blocks of continuations with the truth beside them."""
+
+from functools import partial
+
+import numpy as np
+from tiny_models import float_means_double, per_sample_scores
+
+from Gradient_evaluation.gram.score_gram import Block, ScoreGram
+from Gradient_evaluation.runs.checks import self_audit
+from Gradient_evaluation.sampling.generate import SamplingLaw, log_probs
+
+PROMPT = [1, 5, 9, 5, 0, 2, 7]  # a repeated id, the pad id and the end-of-sequence id among them
+LAW = SamplingLaw(temperature=0.8, max_new_tokens=6)  # random tokens are possible under it
+LENGTHS = (3, 6, 1, 5)
+
+
+def score_gram(model, law=LAW, **settings) -> ScoreGram:
+    """The ScoreGram of the law's log-probs; still to be entered."""
+    return ScoreGram(model, partial(log_probs, law=law), **settings)
+
+
+def tokens(continuations) -> list[tuple[int, ...]]:
+    return [each.tokens for each in continuations]
+
+
+def block_of(model, continuations, law=LAW, prompt=PROMPT, weights=None, **settings) -> Block:
+    """One block, with a Gram per module."""
+    with score_gram(model, law, **settings) as gram:
+        return gram.block(prompt, tokens(continuations), by_module=True, weights=weights)
+
+
+def audit_of(model, continuations, **settings) -> dict:
+    """The audit as a run makes it: of a half-precision model in float32, where that fits."""
+    with score_gram(model, **settings) as gram:
+        return self_audit(gram, PROMPT, tokens(continuations))
+
+
+def relative_error(model, continuations, law=LAW, prompt=PROMPT, **settings) -> float:
+    """Largest difference between the Gram and that of one autograd pass per sample, over its largest entry."""
+    with float_means_double():
+        scores = per_sample_scores(model, prompt, continuations, law)
+        block = block_of(model, continuations, law, prompt, **settings)
+    truth = (scores @ scores.T).numpy()
+    return np.abs(block.gram - truth).max() / np.abs(truth).max()
