@@ -84,8 +84,7 @@ def test_a_warning_is_printed_and_exact_scoring_gives_none(policy, tmp_path, cap
             policy, given, tmp_path / scoring, "--K_list", 8, "--M", 8, "--scoring", scoring, "--allow_mismatch", capsys=capsys
         )
         check = read(tmp_path / scoring / "tracecov_four tokens.json")["on_policy_check"]
-        assert code == 0 and ("warning: the mean of the scores is not 0" in out) == bool(check["warning"])
-        assert scoring == "published" or check["warning"] is None
+        assert code == 0 and (scoring == "published") == bool(check["warning"]) == ("warning: --scoring published" in out)
 
 
 def test_a_longrope_prompt_across_the_first_length_is_refused(tmp_path, capsys):
