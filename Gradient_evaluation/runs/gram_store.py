@@ -133,16 +133,38 @@ def load(path: Path) -> GramRecord:
 
 
 def load_all(folder: Path) -> Iterator[GramRecord]:
-    """The records of a folder in the order of the oracle table, one in memory at a time."""
+    """The records of a folder that belong together, in the order of the oracle table, one in memory at a time."""
+    for path in belonging(folder)[0]:
+        yield load(path)
+
+
+def belonging(folder: Path) -> tuple[list[Path], str | None]:
+    """The Gram files of a folder that are of one choice of prompts, in the order of the oracle table, and a note.
+
+    A folder that an older version began holds Grams of the first rows of its table, without an ``order``. A run that
+    continues it draws its prompts and gives those an order. The two together are no sample of the table, so where some
+    have an order the others are left out; where none has one, all are of the older choice. The note says so, or is None.
+    """
     paths = sorted(folder.glob("*.npz"))
     if not paths:
         raise UserError(f"{folder}: holds no .npz files; give the grams folder a run_tracecov.py run has written")
-    order = []
+    found = []
     for path in paths:
         try:
             with np.load(path, allow_pickle=False) as file:
-                order.append((json.loads(str(file["about"]))["index"], path))
+                about = json.loads(str(file["about"]))
+            found.append((about["index"], path, about.get("order") is not None))
         except DAMAGE as error:
             raise UserError(f"{path}: not a Gram file of this toolkit ({type(error).__name__}); remove it") from None
-    for _, path in sorted(order):
-        yield load(path)
+    found.sort()
+    drawn = [path for _, path, is_drawn in found if is_drawn]
+    if len(drawn) == len(found):
+        return drawn, None
+    if not drawn:
+        return [path for _, path, _ in found], (
+            f"{folder}: of a run that took the first rows of its table, not a random draw by --seed; all {len(found)} are used"
+        )
+    return drawn, (
+        f"{folder}: {len(found) - len(drawn)} of its {len(found)} Grams are of a run that took the first rows of its table. "
+        "They are not among the prompts drawn by --seed and are left out (an interrupted run_tracecov.py run: finish it first)"
+    )

@@ -157,7 +157,7 @@ def note_older_choice(grams: Path, found: dict, chosen: list[Chosen]) -> None:
     if others:
         print(
             f"note: {grams}: begun when a run took the first T rows; now they are drawn at random by --seed. {others} of its "
-            "Grams are of prompts that are not drawn; they stay, unused, and --from_grams reads them",
+            "Grams are of prompts that are not drawn; they stay, unused",
             file=sys.stderr,
         )
 
@@ -250,6 +250,9 @@ def recompute(settings: TracecovSettings, draw: Draw) -> None:
         made, heeded = {**identity.get("flags", {}), **identity}, {flag.lstrip("-") for flag in WITH_FROM_GRAMS}
         config = {name: value if name in heeded else made.get(name) for name, value in settings.config().items()}
         settings = replace(settings, seed=made.get("seed", settings.seed))  # the same resamples as the run that made the Grams
+        note = gram_store.belonging(grams)[1]
+        if note:
+            print(f"note: {note}", file=sys.stderr)
         try:
             finish(settings, gram_store.load_all(grams), config, identity, read_checks(grams), started, draw)
         except ValueError as error:  # records of different runs in one folder do not fit each other

@@ -45,6 +45,7 @@ class PromptMoments:
     groups: Mapping[tuple[str, int], GroupMoments]  # by kind of advantage and K: three (n,)
     outcomes: Sequence[RewardCounts]  # n: the rewards of all continuations of a prompt, and their lengths
     score_mean_sq: np.ndarray  # (n,) unbiased ||E g||^2
+    score_evidence: np.ndarray  # (n, 3) of those of the blocks whose scores differ: their sum, sum of squares and number
     score_norm_sq: np.ndarray  # (n, 5) mean over all continuations of ||g||^2 times each indicator of CLASSES
     outcome_share: np.ndarray  # (n, 5) share of the continuations in each of CLASSES
     n_outcomes: np.ndarray  # (n, 5) number of continuations in each of CLASSES
@@ -105,13 +106,15 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
     value = _number(record.oracle_value, f"{name}: the oracle value", "no oracle value V(x)")
     centre = everything[0].mean() if isinstance(value, str) else value
     classes = [_classes(rewards, centre) for _, rewards, _ in blocks]
+    ones = [np.ones(len(gram)) for gram, _, _ in blocks]
+    score_mean_sq = np.array([off_diagonal(gram, one, one) for (gram, _, _), one in zip(blocks, ones)])
     means: dict = {
         "mean_reward": [rewards.mean() for _, rewards, _ in blocks],
         "coefficients": coefficients,
         "pairs": [pair_moments(gram, rewards) for gram, rewards, _ in blocks],
         "pairs_by_length": [pair_moments(g / np.outer(length, length), z) for g, z, length in blocks],
         "mixture": [mixture_coefficients(*block) for block in centred],
-        "score_mean_sq": [off_diagonal(gram, np.ones(len(gram)), np.ones(len(gram))) for gram, _, _ in blocks],
+        "score_mean_sq": score_mean_sq,
         "score_norm_sq": [(each * np.diag(gram)).mean(-1) for each, (gram, _, _) in zip(classes, blocks)],
         "outcome_share": [each.mean(-1) for each in classes],
     }
@@ -122,11 +125,22 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
         "greedy_reward": _number(greedy, f"{name}: the greedy reward", NO_GREEDY),
         "theta_sq_noise": _variance_of_mean([found.disjoint for found in means["pairs"]]),
         "centre": shift,
+        "score_evidence": _evidence(score_mean_sq, np.array([np.diag(gram).mean() for gram, _, _ in blocks])),
         "best_trace": _best_trace(centred, np.array(coefficients)),
         "n_outcomes": np.sum([each.sum(-1) for each in classes], axis=0),
         "outcomes": reward_counts(*everything),
         "n_blocks": len(blocks),
     }
+
+
+def _evidence(mean_sq: np.ndarray, norm_sq: np.ndarray) -> np.ndarray:
+    """(3,): sum, sum of squares and number of the blocks' estimates of ||E g||^2, of the blocks whose scores differ.
+
+    norm_sq: mean ||g||^2 of each block. Where all scores of a block are equal the two are equal. One outcome was seen
+    then, and its score is no more than rare outcomes, not seen, balance: the block cannot tell whether E g is 0.
+    """
+    telling = mean_sq[mean_sq < (1 - 1e-6) * norm_sq]
+    return np.array([telling.sum(), (telling**2).sum(), len(telling)])
 
 
 def _mean_over_large_blocks(blocks: Sequence[tuple], kind: str, group_size: int) -> np.ndarray:

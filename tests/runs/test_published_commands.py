@@ -226,6 +226,34 @@ def test_a_folder_begun_with_the_first_rows_goes_on_and_says_what_it_leaves_unus
     assert code == 0 and "1 of its Grams are of prompts that are not drawn" in err
     found = read(first / "tracecov_four tokens_K4_detailed.json")["prompt_results"]
     assert [row["prompt"] for row in found] == drawn
+    assert len(list((first / "grams").glob("*.npz"))) == 3
+
+
+def test_from_grams_takes_the_prompts_that_were_drawn_and_says_which_others_it_leaves_out(policy, table, tmp_path, capsys):
+    flags, out = ("--K_list", 4, "--M", 1, "--seed", 3), tmp_path / "run"
+    assert tracecov(policy, table, out, *flags)[0] == 0
+
+    def again(folder):
+        capsys.readouterr()
+        given = ("--from_grams", out / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path / folder)
+        code, _, err = call(run_tracecov, *given, capsys=capsys)
+        assert code == 0
+        return err, read(tmp_path / folder / "tracecov_four tokens.json")
+
+    err, results = again("drawn")
+    assert "drawn" not in err and results["n_prompts"] == 5
+    as_of_old(out)
+    err, results = again("old")
+    assert err.count("note:") == 1 and "all 5 are used" in err and results["n_prompts"] == 5
+    drawn = published_choice(PROMPTS, 3, 2)
+    assert tracecov(policy, table, out, *flags, "--T", 2)[0] == 0  # the same folder, continued: three Grams are not drawn
+    run = read(out / "tracecov_four tokens.json")
+    err, results = again("mixed")
+    assert err.count("note:") == 1 and "3 of its 5 Grams" in err and "left out" in err
+    assert results["n_prompts"] == run["n_prompts"] == 2
+    assert results["conditional_on_x"] == run["conditional_on_x"]
+    rows = read(tmp_path / "mixed" / "tracecov_four tokens_K4_detailed.json")["prompt_results"]
+    assert [row["prompt"] for row in rows] == drawn
 
 
 # ------------------------------------------------------------------------------------------------ the files

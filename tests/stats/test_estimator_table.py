@@ -170,6 +170,7 @@ def exact_prompts(policies, group_sizes=()) -> PromptMoments:
         mixture=mixture,
         groups=groups,
         score_mean_sq=unused,
+        score_evidence=unused,
         score_norm_sq=unused,
         outcome_share=unused,
         n_outcomes=unused,
