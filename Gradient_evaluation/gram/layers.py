@@ -256,8 +256,18 @@ def register(module_class: type[nn.Module], rule: Rule) -> None:
 
     ``rule(module, a, b)`` gets the layer's only input a (B, ..., d_in) and the gradient b (B, ..., d_out) of the summed
     log-probs with respect to its only output. It returns {parameter name: gradient}, the gradient an object of one of the
-    kinds above, for every parameter that the module holds itself. It may raise UnsupportedUse: then the exact fallback
-    measures these parameters. ScoreGram.audit finds a rule that is wrong. Raises ValueError for what is no class or rule.
+    kinds above, for every parameter of the module itself. It may raise UnsupportedUse: then the exact fallback measures
+    these parameters. The fallback also measures modules of the class that have submodules, take several inputs, or whose
+    tensors do not lead with the batch. ScoreGram.audit finds a wrong rule. Raises ValueError for what is no class or rule.
+
+    >>> from Gradient_evaluation.gram import DenseGradient, register
+    >>> class Scale(nn.Module):
+    ...     def __init__(self, width):
+    ...         super().__init__()
+    ...         self.scale = nn.Parameter(torch.ones(width))
+    ...     def forward(self, x):
+    ...         return self.scale * x
+    >>> register(Scale, lambda module, a, b: {"scale": DenseGradient((a * b).sum(1))})
     """
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
         raise ValueError(f"register needs a class of torch.nn.Module, got {module_class!r}")

@@ -126,8 +126,9 @@ class ScoreGram:
     def __enter__(self) -> ScoreGram:
         if self._entered is not None:
             raise ValueError("this ScoreGram is entered already")
-        self._entered = ExitStack()
-        self._entered.enter_context(frozen(self.model))
+        entered = ExitStack()
+        entered.enter_context(frozen(self.model))
+        self._entered = entered
         return self
 
     def __exit__(self, *error) -> None:
