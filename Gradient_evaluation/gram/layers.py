@@ -35,14 +35,14 @@ class UnsupportedUse(Exception):
 
 
 class Gradient:
-    """What one use of a parameter adds to the gradient of every sample: the base of all kinds.
+    """What one use of a parameter adds to the gradient of every sample: the base of all kinds."""
 
-    A kind has ``batch`` (its number of samples B), ``gram`` and ``sketch``, and ``joined`` where a parameter of its kind
-    may be used more than once.
-    """
-
-    batch: int
     can_be_head = False  # of an embedding with the same weight
+
+    @property
+    def batch(self) -> int:
+        """The number of samples B, with which the first tensor of every kind leads."""
+        return len(next(iter(vars(self).values())))
 
     def gram(self, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Q (B, B) float64, Q[i, j] = <gradient_i, gradient_j>.
@@ -56,13 +56,10 @@ class Gradient:
         raise NotImplementedError
 
     def joined(self, others: list[Gradient]) -> Gradient:
-        """The sum of this and other uses of the same parameter. Raises UnsupportedUse when they are of different kinds."""
+        """The sum of this and other uses of the same parameter. Raises UnsupportedUse when they do not add up."""
         if any(type(other) is not type(self) for other in others):
             raise UnsupportedUse("one parameter used by layers of different kinds")
-        return self._joined(others) if others else self
-
-    def _joined(self, others: list[Gradient]) -> Gradient:
-        raise UnsupportedUse(f"several uses of one parameter as {type(self).__name__}")
+        return self._sum([self, *others]) if others else self
 
     def with_shared(self, shared: int) -> Gradient:
         """The same gradient, known to have the same input in its first ``shared`` positions in all samples."""
@@ -85,10 +82,6 @@ class LinearGradient(Gradient):
     shared: int = 0
     can_be_head = True
 
-    @property
-    def batch(self) -> int:
-        return len(self.a)
-
     def gram(self, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         return linear_gram(self.a, self.b, self.shared, budget, dtype)
 
@@ -110,8 +103,7 @@ class LinearGradient(Gradient):
         shared = widen(self.a[:1, : self.shared]) @ matrix
         return torch.cat([shared.expand(len(rest), -1, -1), rest], 1)
 
-    def _joined(self, others: list[LinearGradient]) -> LinearGradient:
-        uses = [self, *others]
+    def _sum(self, uses: list[LinearGradient]) -> LinearGradient:
         if len({use.transposed for use in uses}) > 1:
             raise UnsupportedUse("one weight used as it is and transposed")
         a, b = torch.cat([use.a for use in uses], 1), torch.cat([use.b for use in uses], 1)
@@ -133,10 +125,6 @@ class RowsGradient(Gradient):
     ids: torch.Tensor
     b: torch.Tensor
 
-    @property
-    def batch(self) -> int:
-        return len(self.ids)
-
     def gram(self, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """sum over ids v of (sum_{t: id_it = v} b_it) . (sum_{s: id_js = v} b_js)."""
         sums = self.row_sums()
@@ -151,8 +139,7 @@ class RowsGradient(Gradient):
         right = widen(self.b) if matrices.columns is None else widen(self.b) @ matrices.columns
         return torch.bmm(left.transpose(1, 2), right.to(left.dtype)).flatten(1)
 
-    def _joined(self, others: list[RowsGradient]) -> RowsGradient:
-        uses = [self, *others]
+    def _sum(self, uses: list[RowsGradient]) -> RowsGradient:
         return RowsGradient(torch.cat([use.ids for use in uses], 1), torch.cat([use.b for use in uses], 1))
 
     def row_sums(self) -> _RowSums:
@@ -186,10 +173,6 @@ class DenseGradient(Gradient):
 
     g: torch.Tensor
 
-    @property
-    def batch(self) -> int:
-        return len(self.g)
-
     def gram(self, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """G G^T in float64, over chunks of columns."""
         total = SymmetricSum(len(self.g), self.g.device)
@@ -205,8 +188,8 @@ class DenseGradient(Gradient):
         g = g if matrices.rows is None else matrices.rows.T @ g
         return (g if matrices.columns is None else g @ matrices.columns).flatten(1)
 
-    def _joined(self, others: list[DenseGradient]) -> DenseGradient:
-        return DenseGradient(sum(use.g for use in [self, *others]))
+    def _sum(self, uses: list[DenseGradient]) -> DenseGradient:
+        return DenseGradient(sum(use.g for use in uses))
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,15 +224,10 @@ def _flat3(x: torch.Tensor) -> torch.Tensor:
     return x.reshape(x.shape[0], -1, x.shape[-1])
 
 
-def linear_rule(module: nn.Linear, a: torch.Tensor, b: torch.Tensor) -> dict[str, Gradient]:
-    a, b = _flat3(a), _flat3(b)
-    return {"weight": LinearGradient(a, b), "bias": DenseGradient(widen(b).sum(1))}
-
-
-def conv1d_rule(module: Conv1D, a: torch.Tensor, b: torch.Tensor) -> dict[str, Gradient]:
+def linear_rule(module: nn.Linear | Conv1D, a: torch.Tensor, b: torch.Tensor) -> dict[str, Gradient]:
     """GPT-2's Conv1D is a Linear whose weight is stored (d_in, d_out)."""
     a, b = _flat3(a), _flat3(b)
-    return {"weight": LinearGradient(a, b, transposed=True), "bias": DenseGradient(widen(b).sum(1))}
+    return {"weight": LinearGradient(a, b, isinstance(module, Conv1D)), "bias": DenseGradient(widen(b).sum(1))}
 
 
 def embedding_rule(module: nn.Embedding, ids: torch.Tensor, b: torch.Tensor) -> dict[str, Gradient]:
@@ -270,7 +248,7 @@ def _unknown_embedding_rule(module: nn.Embedding, ids: torch.Tensor, b: torch.Te
     raise UnsupportedUse("an embedding that does more than look up")
 
 
-RULES: dict[type[nn.Module], Rule] = {nn.Linear: linear_rule, Conv1D: conv1d_rule, nn.Embedding: embedding_rule}
+RULES: dict[type[nn.Module], Rule] = {nn.Linear: linear_rule, Conv1D: linear_rule, nn.Embedding: embedding_rule}
 
 
 def register(module_class: type[nn.Module], rule: Rule) -> None:
@@ -278,8 +256,18 @@ def register(module_class: type[nn.Module], rule: Rule) -> None:
 
     ``rule(module, a, b)`` gets the layer's only input a (B, ..., d_in) and the gradient b (B, ..., d_out) of the summed
     log-probs with respect to its only output. It returns {parameter name: gradient}, the gradient an object of one of the
-    kinds above, for every parameter that the module holds itself. It may raise UnsupportedUse: then the exact fallback
-    measures these parameters. ScoreGram.audit finds a rule that is wrong. Raises ValueError for what is no class or rule.
+    kinds above, for every parameter of the module itself. It may raise UnsupportedUse: then the exact fallback measures
+    these parameters. The fallback also measures modules of the class that have submodules, take several inputs, or whose
+    tensors do not lead with the batch. ScoreGram.audit finds a wrong rule. Raises ValueError for what is no class or rule.
+
+    >>> from Gradient_evaluation.gram import DenseGradient, register
+    >>> class Scale(nn.Module):
+    ...     def __init__(self, width):
+    ...         super().__init__()
+    ...         self.scale = nn.Parameter(torch.ones(width))
+    ...     def forward(self, x):
+    ...         return self.scale * x
+    >>> register(Scale, lambda module, a, b: {"scale": DenseGradient((a * b).sum(1))})
     """
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
         raise ValueError(f"register needs a class of torch.nn.Module, got {module_class!r}")

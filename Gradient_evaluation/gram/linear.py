@@ -5,8 +5,8 @@ Q[i, j] = <gradient_i, gradient_j>, multiplications counted for B samples of T p
 
 * per-sample gradients, a chunk that stays in cache at a time: B T d_in d_out + B^2 d_in d_out;
 * "ghost" products, sum_{t,s} (a_it . a_js)(b_it . b_js): (B T)^2 (d_in + d_out);
-* a shared prompt: where the first P inputs are the same in every sample, the prompt's share of gradient_i is
-  b_i^T a with one matrix a, so <b_i^T a, gradient_j> = <b_i, (a a_j^T) b_j> needs no gradient of the prompt at all:
+* a shared prefix: where the first P inputs are the same in every sample, the prefix's share of gradient_i is
+  b_i^T a with one matrix a, so <b_i^T a, gradient_j> = <b_i, (a a_j^T) b_j> needs no gradient of the prefix at all:
   B P T d_out + B^2 P d_out, beside one of the other ways for the remaining T - P positions.
 
 Products run in float32 or better, or in ``dtype`` (bfloat16: summed in float32 by the hardware, rounded once), and
@@ -102,8 +102,8 @@ def materialised_gram(a: torch.Tensor, b: torch.Tensor, budget: int, dtype: torc
 def shared_gram(a: torch.Tensor, b: torch.Tensor, shared: int, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """What the first ``shared`` positions add to ``linear_gram`` of the remaining ones.
 
-    With G = P_i + R_i, the prompt's and the remaining share, <P_i, P_j> + <P_i, R_j> + <R_i, P_j> is Z + Z^T with
-    Z_ij = <b_i, (c c^T / 2) b_j> + <b_i, (c r_j^T) s_j>, c the shared inputs, b_i the prompt's output gradients, r_j
+    With gradient_i = P_i + R_i, the prefix's and the remaining share, <P_i, P_j> + <P_i, R_j> + <R_i, P_j> is Z + Z^T with
+    Z_ij = <b_i, (c c^T / 2) b_j> + <b_i, (c r_j^T) s_j>, c the shared inputs, b_i the prefix's output gradients, r_j
     and s_j the inputs and output gradients of the remaining positions.
     """
     batch, length, _ = a.shape

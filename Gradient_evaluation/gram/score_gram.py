@@ -52,16 +52,16 @@ class ScoreGram:
     module's training mode and every parameter's requires_grad are what they were. No .grad is written, read or cleared,
     no hook stays, nothing random is drawn. A trainer's torch.autocast, dropout and gradient checkpointing are off inside.
 
-    model: its inputs and logits are those of transformers, not wrapped for mixed precision or several processes. Measured
-    are the parameters with requires_grad (under LoRA only the adapters), and with ``params`` only those whose name that
-    regular expression finds.
+    model: it has the inputs and logits of transformers, and is not inside a wrapper for several processes or a compiler.
+    params: a regular expression; only parameters whose name it finds are measured. Without it, all that require grad when
+    the ScoreGram is made (under LoRA the adapters alone).
     log_prob: (logits (..., vocabulary), token ids (...)) → log-probs (...); what is differentiated.
     sketch_dim: k of GradientSketch, 0 for none; sketch_seed draws other sketches.
     budget: bytes of a temporary while a layer is contracted.
     gradient_checkpointing: keep one activation per layer and run every layer again in the backward pass (the same Gram,
     less memory, more time).
     gram_dtype: of the products of a Linear layer's inputs and gradients, "float32" or "bfloat16".
-    Raises ValueError when no parameter is chosen, ``params`` is no regular expression, or a setting cannot be.
+    Raises ValueError when no parameter is left to measure, or a setting is not possible.
 
     >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -104,6 +104,8 @@ class ScoreGram:
         gradient_checkpointing: bool = False,
         gram_dtype: str = "float32",
     ):
+        if not hasattr(model, "get_input_embeddings") or hasattr(model, "_orig_mod"):
+            raise ValueError(f"model: {type(model).__name__} is no model of transformers; give the model inside the wrapper")
         if gram_dtype not in GRAM_DTYPES:
             raise ValueError(f"gram_dtype: {gram_dtype!r} is none of {', '.join(GRAM_DTYPES)}")
         self.model, self.budget, self.gram_dtype = model, budget, GRAM_DTYPES[gram_dtype]
@@ -124,8 +126,9 @@ class ScoreGram:
     def __enter__(self) -> ScoreGram:
         if self._entered is not None:
             raise ValueError("this ScoreGram is entered already")
-        self._entered = ExitStack()
-        self._entered.enter_context(frozen(self.model))
+        entered = ExitStack()
+        entered.enter_context(frozen(self.model))
+        self._entered = entered
         return self
 
     def __exit__(self, *error) -> None:
@@ -246,7 +249,7 @@ def _chosen_parameters(model: nn.Module, params: str | None) -> dict[str, nn.Par
         raise ValueError(f"params {params}: not a regular expression ({error})") from None
     chosen = {name: p for name, p in model.named_parameters() if p.requires_grad and wanted.search(name)}
     if not chosen and params is None:
-        raise ValueError("the model has no parameter with requires_grad")
+        raise ValueError("params: the model has no parameter with requires_grad")
     if not chosen:
         first = next((name for name, _ in model.named_parameters()), "")
         raise ValueError(f"params {params}: finds no parameter; names look like {first}")

@@ -105,7 +105,7 @@ class Scorer:
         settings = {"use_cache": False, "logits_to_keep": targets.shape[1], "attention_mask": torch.ones_like(inputs)}
         if self.takes_positions:  # one row each, so that learned positions keep a gradient per sample
             settings["position_ids"] = position_ids(self.padding_position, inputs)
-        with checkpointed(self.layers):
+        with checkpointed(self.layers), without_accelerate(self.model):
             logits = self.model(input_ids=inputs, **settings).logits
         if logits.dim() != 3 or logits.shape[:2] != targets.shape:
             raise ValueError(
@@ -132,6 +132,14 @@ def checkpointed(layers: Sequence[nn.Module]) -> Iterator[None]:
     with replaced_forward(
         layers, lambda layer, plain: partial(checkpoint, plain, use_reentrant=False, preserve_rng_state=False)
     ):
+        yield
+
+
+@contextmanager
+def without_accelerate(model: nn.Module) -> Iterator[None]:
+    """While inside, the autocast that accelerate puts into the forward of a model that it prepares is not there."""
+    wrapped = [model] if "_original_forward" in vars(model) else []
+    with replaced_forward(wrapped, lambda model, plain: model._original_forward):
         yield
 
 

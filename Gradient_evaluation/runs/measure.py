@@ -70,7 +70,8 @@ def scored(continuations: Sequence[Continuation], scoring: str) -> tuple[list[tu
     tokens = [each.tokens for each in continuations]
     if scoring == "exact":
         return tokens, None
-    return tokens, [[True] * (len(each.tokens) - each.ended) + [False] * each.ended for each in continuations]
+    counting = [len(each.tokens) - 1 if each.ended else len(each.tokens) for each in continuations]
+    return tokens, [[i < n for i in range(len(each))] for each, n in zip(tokens, counting)]
 
 
 class Measurement:

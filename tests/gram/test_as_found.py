@@ -19,12 +19,21 @@ MODELS = {
     "qwen2": dict(tie_word_embeddings=True),
     "gpt2": dict(resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5),
     "mixtral": dict(num_local_experts=3, num_experts_per_tok=2),  # measured by the fallback
+    "lora": dict(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.5, init_lora_weights=False),
 }
+
+
+def made(family):
+    if family != "lora":
+        return tiny_model(family, dtype=torch.float32, **MODELS[family])
+    peft = pytest.importorskip("peft")
+    base = tiny_model("qwen2", dtype=torch.float32)
+    return peft.get_peft_model(base, peft.LoraConfig(**MODELS[family])).float().eval()
 
 
 def in_training(family):
     """A model in the middle of a step: some modules in train mode, a frozen parameter, gradients, hooks, checkpointing."""
-    model = tiny_model(family, dtype=torch.float32, **MODELS[family])
+    model = made(family)
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
     model.train()
@@ -126,14 +135,27 @@ def test_an_exception_leaves_the_model_as_it_was_found(where, monkeypatch):
 )
 @pytest.mark.parametrize("family", MODELS)
 def test_a_trainers_modes_change_no_number(family, outer):
-    expected = block_of(tiny_model(family, dtype=torch.float32, **MODELS[family]), random_continuations(0, LENGTHS))
+    expected = block_of(made(family), random_continuations(0, LENGTHS))
     model, _ = in_training(family)
-    next(model.parameters()).requires_grad_(True)
+    next(model.parameters()).requires_grad_(family != "lora")
     with outer(), score_gram(model) as gram:
         block = gram.block(PROMPT, TOKENS)
         assert gram.logits(PROMPT, TOKENS).dtype == torch.float32
         gram.audit(PROMPT, TOKENS)
     assert np.array_equal(block.gram, expected.gram) and np.array_equal(block.log_probs, expected.log_probs)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "lora"])
+def test_the_autocast_inside_a_prepared_model_is_off_too(family):
+    accelerate = pytest.importorskip("accelerate")
+    expected = block_of(made(family), random_continuations(0, LENGTHS))
+    model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(made(family))
+    forward = model.forward
+    with score_gram(model) as gram:
+        block = gram.block(PROMPT, TOKENS)
+        gram.audit(PROMPT, TOKENS)
+    assert np.array_equal(block.gram, expected.gram) and np.array_equal(block.log_probs, expected.log_probs)
+    assert model.forward is forward and model(torch.tensor([PROMPT])).logits.dtype == torch.float32
 
 
 def test_a_step_of_the_trainer_between_two_blocks_is_seen():
@@ -165,6 +187,12 @@ def test_a_step_of_the_trainer_between_two_blocks_is_seen():
 def test_a_setting_that_cannot_be_is_one_clear_sentence(settings, said):
     with pytest.raises(ValueError, match=said):
         score_gram(tiny_model("qwen2"), **settings)
+
+
+def test_a_model_in_a_wrapper_is_refused():
+    for wrapped in (torch.nn.Sequential(tiny_model("qwen2")), torch.compile(tiny_model("qwen2"))):
+        with pytest.raises(ValueError, match="give the model inside the wrapper"):
+            score_gram(wrapped)
 
 
 def test_a_model_without_a_free_parameter_is_refused():

@@ -96,5 +96,8 @@ def test_checkpointing_frees_the_activations_of_the_layers():
 
 
 def test_a_model_without_checkpointable_layers_is_refused():
-    with pytest.raises(ValueError, match="gradient_checkpointing: Linear has no layer that transformers can checkpoint"):
-        score_gram(nn.Linear(2, 2), gradient_checkpointing=True)
+    class Bare(nn.Linear):
+        get_input_embeddings = None
+
+    with pytest.raises(ValueError, match="gradient_checkpointing: Bare has no layer that transformers can checkpoint"):
+        score_gram(Bare(2, 2), gradient_checkpointing=True)

@@ -1,34 +1,18 @@
 """The self-audit passes every right model in every dtype, finds what is some percent off, and leaves the model alone."""
 
 import weakref
-from argparse import Namespace
 
 import numpy as np
 import pytest
 import torch
-from grams import PROMPT, audit_of, score_gram, tokens
-from tiny_models import FAMILIES, random_continuations, tiny_model, tiny_tokenizer
-from torch import nn
+from grams import PROMPT, audit_of, looks_up_scaled, score_gram, tokens
+from tiny_models import FAMILIES, random_continuations, tiny_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.measure import Measurement
-from Gradient_evaluation.runs.oracle_table import Row
-from Gradient_evaluation.sampling.generate import SamplingLaw
 
 HALF = (torch.bfloat16, torch.float16)
 BLOCK = random_continuations(0, (3, 6, 1, 5, 2, 4, 6, 6))
-
-
-def looks_up_scaled(model, from_rows=0):
-    """Make the embedding look rows up 1.02 times as large, so that its rule is 4% off; only in blocks from that size."""
-    embedding = model.get_input_embeddings()
-
-    def forward(ids):
-        return nn.functional.embedding(ids, embedding.weight) * (1.02 if len(ids) >= from_rows else 1.0)
-
-    embedding.forward = forward
-    return model
 
 
 def too_large_in_float32(model):
@@ -95,34 +79,6 @@ def test_the_audit_leaves_every_parameter_and_buffer_as_it_was(family, fails, dt
         assert after[name].dtype == x.dtype and torch.equal(after[name], x), name
     assert all(p.requires_grad and p.grad is None for p in model.parameters())
     assert torch.equal(model(torch.tensor([PROMPT])).logits, logits)
-
-
-def audit_of_a_run(model, block_size):
-    args = Namespace(
-        seed=0,
-        max_new_tokens=4,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        stop=[],
-        M=2,
-        K_list=[4, block_size],
-        gen_bs=64,
-        block_size=block_size,
-        estimators=[],
-        scoring="exact",
-    )
-    row = Row("p", "1", {}, "problems.jsonl, line 1", 0)
-    with score_gram(model, SamplingLaw(max_new_tokens=4)) as gram:
-        return Measurement(model, tiny_tokenizer(), gram, args).audit(row, [1, 2, 3])
-
-
-def test_the_audited_block_is_as_large_as_the_blocks_of_the_run():
-    model = tiny_model("llama", vocab_size=5, eos_token_id=0, bos_token_id=None)
-    assert audit_of_a_run(model, 24)["block_size"] == 24
-    wrong = looks_up_scaled(tiny_model("llama", vocab_size=5, eos_token_id=0, bos_token_id=None), from_rows=24)
-    with pytest.raises(UserError, match="embed_tokens.weight is off"):
-        audit_of_a_run(wrong, 24)
 
 
 def test_out_of_memory_inside_the_audit_leaves_nothing_behind():
