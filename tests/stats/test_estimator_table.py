@@ -527,7 +527,8 @@ def test_averages_over_kept_groups_weigh_prompts_by_their_share_of_them():
 def with_counts(prompts):
     """The same moments with the fields that summarise reports about the scores."""
     three = np.ones((len(prompts), len(CLASSES)))
-    return dataclasses.replace(prompts, score_norm_sq=three, outcome_share=three, n_outcomes=three)
+    evidence = np.ones((len(prompts), 3))
+    return dataclasses.replace(prompts, score_norm_sq=three, score_evidence=evidence, outcome_share=three, n_outcomes=three)
 
 
 def test_when_every_group_is_dropped_there_is_a_reason_instead_of_a_number():
