@@ -3,12 +3,14 @@
     .venv/bin/python tests/mutations.py            # all, about ten minutes on two cores
     .venv/bin/python tests/mutations.py eos pad    # those whose name holds one of these words
 
-Prints a line per mutation and exits with 1 if any survives. Not collected by pytest; run it after changing a formula.
+Prints a line per mutation and exits with 1 if any survives. pytest does not collect it: run it after you change a
+formula. tests/mutations.jsonl has the mutations, and tests/test_house.py checks that their texts still exist.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,10 +23,10 @@ ROOT = Path(__file__).resolve().parents[1]
 
 class Mutation(NamedTuple):
     name: str
-    file: str
+    file: str  # from the root of the repository
     old: str
     new: str
-    tests: str  # where it must be found
+    tests: str  # words for pytest: the tests of which one must fail
 
 
 MUTATIONS = [Mutation(**json.loads(line)) for line in (ROOT / "tests" / "mutations.jsonl").read_text().splitlines()]
@@ -35,13 +37,24 @@ def survives(mutation: Mutation) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".git", ".venv*", "outputs", "__pycache__", ".hypothesis"))
-        path = tree / "Gradient_evaluation" / mutation.file
+        path = tree / mutation.file
         source = path.read_text()
-        if source.count(mutation.old) < 1:
-            return "the text to break is not there any more: mend tests/mutations.py"
+        if mutation.old not in source:
+            return f"{mutation.file} has no such text any more: mend tests/mutations.jsonl"
         path.write_text(source.replace(mutation.old, mutation.new))
         run = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", mutation.tests],
+            [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-m",
+                "not slow",
+                *shlex.split(mutation.tests),
+            ],
             cwd=tree,
             capture_output=True,
             text=True,

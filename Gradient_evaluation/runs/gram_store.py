@@ -1,4 +1,4 @@
-"""One prompt's Grams, rewards and lengths as an .npz: all that any later estimator or group size needs.
+"""One prompt's Grams, rewards and lengths as an .npz file: all that any estimator and group size needs.
 
 ``save`` is atomic (a killed run leaves no half file) and deterministic (the same record gives the same bytes).
 """
@@ -10,6 +10,7 @@ import json
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,22 +19,24 @@ import numpy as np
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.files import write_bytes_atomic
 
-# What reading a file that is no Gram file, or a damaged one, may raise.
+# What NumPy and we raise on a file that is damaged or is no Gram file.
 DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, IndexError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+# The fields of a record that are one JSON text in the file, and the arrays that not every record has.
+IN_JSON = "prompt_id index prompt ground_truth oracle_value n_oracle modules sketch_names greedy_reward order".split()
+OPTIONAL = ("module_moments", "sketch", "sketch_layout")
 
 
 @dataclass(frozen=True)
 class GramRecord:
     """The measurement of one prompt: N continuations in blocks of B_1, B_2, ... (summing to N).
 
-    prompt_id, index: identity and place in the oracle table; prompt, ground_truth: as in the table;
-    order: the prompt's position in the seeded order in which the run takes prompts, None in older files;
-    oracle_value: V(x); n_oracle: the continuations behind it, or None; rewards, lengths (tokens, the end of
-    sequence included), log_probs: (N,); grams: one (B, B) float64 per block, Q[i, j] = <g_i, g_j>; modules, module_moments:
-    under --by_layer the names and their moments (modules, 6) of layer_traces.py, else None; sketch: (E, S)
-    float32 sketches of the mean of each of ``sketch_names`` ("grpo" first; the blocks' mean) with --sketch_dim, else
-    None; sketch_layout: (parameters, 4) of GradientSketch.layout; greedy_reward: that of the greedy continuation, if
-    sampled.
+    prompt_id, prompt, ground_truth: as in the oracle table. index: of the prompt's row there. order: of the prompt in the
+    seeded order in which the run takes prompts; None in older files. oracle_value: V(x); n_oracle: how many continuations
+    it is the mean of, or None. rewards, lengths (tokens, the end of sequence included), log_probs: (N,).
+    grams: one (B, B) float64 per block, Q[i, j] = <g_i, g_j>. With --by_layer, modules: their names, and module_moments:
+    (modules, 6) of stats/modules.py; else None. With --sketch_dim, sketch: (E, S) float32, the sketch of each mean gradient
+    of ``sketch_names`` ("grpo" first), averaged over blocks, and sketch_layout: (parameters, 4) of GradientSketch.layout;
+    else None. greedy_reward: of the greedy continuation, or None.
     """
 
     prompt_id: int
@@ -56,7 +59,7 @@ class GramRecord:
 
     @property
     def blocks(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """[(gram (B, B), rewards (B,), lengths (B,)), ...] as estimators.py reads them."""
+        """[(gram (B, B), rewards (B,), lengths (B,)), ...] as stats/ reads them."""
         ends = np.cumsum([len(gram) for gram in self.grams])
         return [
             (gram, self.rewards[end - len(gram) : end], self.lengths[end - len(gram) : end])
@@ -64,24 +67,9 @@ class GramRecord:
         ]
 
     def save(self, folder: Path) -> None:
-        """Write ``folder/<prompt id>.npz``, all or nothing."""
-        about = {
-            "prompt_id": self.prompt_id,
-            "index": self.index,
-            "prompt": self.prompt,
-            "ground_truth": self.ground_truth,
-            "oracle_value": self.oracle_value,
-            "n_oracle": self.n_oracle,
-            "modules": self.modules,
-            "sketch_names": self.sketch_names,
-            "greedy_reward": self.greedy_reward,
-            "order": self.order,
-        }
-        extra = {
-            name: getattr(self, name)
-            for name in ("module_moments", "sketch", "sketch_layout")
-            if getattr(self, name) is not None
-        }
+        """Write ``folder/<prompt id>.npz``, the whole file or nothing."""
+        about = {name: getattr(self, name) for name in IN_JSON}
+        extra = {name: getattr(self, name) for name in OPTIONAL if getattr(self, name) is not None}
         buffer = io.BytesIO()
         np.savez(
             buffer,
@@ -97,39 +85,41 @@ class GramRecord:
 
 
 def path_of(folder: Path, prompt_id: int) -> Path:
-    """The file of one prompt's record."""
+    """The file of one prompt."""
     return folder / f"{prompt_id:016x}.npz"
+
+
+@contextmanager
+def _readable(path: Path, fix: str) -> Iterator[None]:
+    """Raise UserError that names the file and the fix when what is read inside is damaged."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such file") from None
+    except DAMAGE as error:
+        raise UserError(f"{path}: not a Gram file of this toolkit ({type(error).__name__}); {fix}") from None
 
 
 def load(path: Path) -> GramRecord:
     """Read one record. Raises UserError naming the file when it is not one."""
-    try:
+    with _readable(path, "delete it and run run_tracecov.py again"):
         with np.load(path, allow_pickle=False) as file:
             data = {name: file[name] for name in file.files}
         about = json.loads(str(data["about"]))
         sizes = data["block_sizes"].tolist()
         pieces = np.split(data["grams"], np.cumsum([size * size for size in sizes])[:-1])
-        grams = [piece.reshape(size, size) for piece, size in zip(pieces, sizes)]
         if not all(np.isfinite(data[name]).all() for name in ("grams", "rewards", "lengths", "log_probs")):
             raise ValueError("not finite")
         if path.stem != path_of(path.parent, about["prompt_id"]).stem:
             raise ValueError("of another prompt")
         return GramRecord(
             **about,
+            **{name: data.get(name) for name in OPTIONAL},
             rewards=data["rewards"],
             lengths=data["lengths"],
             log_probs=data["log_probs"],
-            grams=grams,
-            module_moments=data.get("module_moments"),
-            sketch=data.get("sketch"),
-            sketch_layout=data.get("sketch_layout"),
+            grams=[piece.reshape(size, size) for piece, size in zip(pieces, sizes)],
         )
-    except FileNotFoundError:
-        raise UserError(f"{path}: there is no such file") from None
-    except DAMAGE as error:
-        raise UserError(
-            f"{path}: not a Gram file of this toolkit ({type(error).__name__}); delete it and run run_tracecov.py again"
-        ) from None
 
 
 def load_all(folder: Path) -> Iterator[GramRecord]:
@@ -147,15 +137,12 @@ def belonging(folder: Path) -> tuple[list[Path], str | None]:
     """
     paths = sorted(folder.glob("*.npz"))
     if not paths:
-        raise UserError(f"{folder}: holds no .npz files; give the grams folder a run_tracecov.py run has written")
+        raise UserError(f"{folder}: holds no .npz files; give the grams folder of a run_tracecov.py run")
     found = []
     for path in paths:
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                about = json.loads(str(file["about"]))
+        with _readable(path, "remove it"), np.load(path, allow_pickle=False) as file:
+            about = json.loads(str(file["about"]))
             found.append((about["index"], path, about.get("order") is not None))
-        except DAMAGE as error:
-            raise UserError(f"{path}: not a Gram file of this toolkit ({type(error).__name__}); remove it") from None
     found.sort()
     drawn = [path for _, path, is_drawn in found if is_drawn]
     if len(drawn) == len(found):

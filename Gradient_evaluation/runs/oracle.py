@@ -46,22 +46,22 @@ from Gradient_evaluation.sampling.generate import log_probs, sample_continuation
 from Gradient_evaluation.settings import OracleSettings
 from Gradient_evaluation.utils import REWARDS
 
-CHECKED = 16  # continuations whose log-probs are compared with those of a forward pass
+CHECKED = 16  # continuations that the check of the sampler takes
 
 
 class Plan(NamedTuple):
-    """What there is to do, the same for every process."""
+    """What a run does, the same for every process."""
 
     path: Path  # the table
-    record: dict  # identity of the run, stored with every row
+    identity: dict  # of the run, stored in every row
     rows: list[Row]  # the prompts of the table, in the order of the data set
-    finished: dict[int, dict]  # rows of the table that an earlier run has left, by prompt id
-    todo: list[tuple[Row, list[int]]]  # the others, with the token ids of their prompts
-    n_long: int  # prompts left out as too long
+    finished: dict[int, dict]  # rows that the table already has, by prompt id
+    todo: list[tuple[Row, list[int]]]  # the other prompts, with their token ids
+    n_long: int  # prompts that are too long and left out
 
 
 def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Plan:
-    """Everything that can be checked and done before the model is loaded; ``held`` takes the lock on the table."""
+    """Check and do all that needs no model. ``held`` takes the lock on the table."""
     rows = load_dataset_rows(settings.dataset, settings.split)
     check_ground_truths(rows, settings.reward)
     warn_of_risks(settings.model, settings.trust_remote_code)
@@ -69,7 +69,7 @@ def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Pl
     path = Path(settings.out_dir) / f"oracle_v_n{settings.n_oracle}_{model_label(settings.model)}.jsonl"
     chat = chat_from(settings, tokenizer, () if settings.overwrite else left_rows(path))
     rows, prompts, n_long = tokenised(rows, settings, tokenizer, chat)
-    record = {
+    identity = {
         **law_record(settings, tokenizer, chat),
         "n_oracle": settings.n_oracle,
         "seed": settings.seed,
@@ -77,25 +77,56 @@ def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Pl
     }
     output_folder(settings.out_dir)
     held.enter_context(only_writer(path))
-    finished = {} if settings.overwrite else continue_table(path, record, rows)
+    finished = {} if settings.overwrite else continue_table(path, identity, rows)
     todo = [(row, prompt_ids) for row, prompt_ids in zip(rows, prompts) if row.prompt_id not in finished]
-    return Plan(path, record, rows, finished, todo, n_long)
+    return Plan(path, identity, rows, finished, todo, n_long)
 
 
-def measure(model, tokenizer, prompt_ids, row, settings: OracleSettings, batch: Batch) -> dict:
-    """Sample one prompt → its columns of the table."""
-    u = uniforms(settings.seed, "oracle", row.prompt_id, 0, settings.n_oracle, settings.max_new_tokens)
+class Measurement:
+    """Measures prompts with one model. The batch size halves, and stays so, when memory runs out."""
 
-    def sample(size: int):
-        return sample_continuations(model, tokenizer, prompt_ids, u, law_of(settings), size)
+    def __init__(self, model, tokenizer, settings: OracleSettings):
+        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+        self.batch = Batch("--batch_size", settings.batch_size, least=1)
 
-    drawn = finite_at(row, batch.run, sample, row.where)
-    rewards = rewards_of((continuation.text for continuation in drawn), row, settings.reward)
-    return oracle_columns(rewards, REWARDS[settings.reward].zero_one)
+    def measure(self, row: Row, prompt_ids: list[int]) -> dict:
+        """The columns of the table that one prompt's continuations give."""
+        settings = self.settings
+        u = uniforms(settings.seed, "oracle", row.prompt_id, 0, settings.n_oracle, settings.max_new_tokens)
+
+        def sample(size: int):
+            return sample_continuations(self.model, self.tokenizer, prompt_ids, u, law_of(settings), size)
+
+        drawn = finite_at(row, self.batch.run, sample, row.where)
+        rewards = rewards_of((continuation.text for continuation in drawn), row, settings.reward)
+        return oracle_columns(rewards, REWARDS[settings.reward].zero_one)
+
+    def check_law(self, todo: list[tuple[Row, list[int]]]) -> None:
+        """Raise UserError where the sampler's law is not that of the model's forward pass (runs/checks.py).
+
+        Compared are draws of the first prompt, and of the longest: a model can be one law on the one and not on the other.
+        """
+        longest = max(todo, key=lambda each: len(each[1]))
+        for row, prompt_ids in [todo[0]] if longest is todo[0] else [todo[0], longest]:
+            finite_at(
+                row, in_float32, self.model, partial(self._compare, row, prompt_ids), "the comparison of sampler and scorer"
+            )
+
+    def _compare(self, row: Row, prompt_ids: list[int]) -> dict:
+        settings, law = self.settings, law_of(self.settings)
+        count = min(CHECKED, settings.n_oracle)
+        u = uniforms(settings.seed, "audit", row.prompt_id, 0, count, settings.max_new_tokens)
+
+        def check(size: int) -> dict:
+            drawn = sample_continuations(self.model, self.tokenizer, prompt_ids, u[:size], law, size)
+            with ScoreGram(self.model, partial(log_probs, law=law)) as gram:
+                return check_sampler(gram, law, prompt_ids, drawn, row.where)
+
+        return Batch(self.batch.flag, min(self.batch.size, count), least=1).run(check, row.where)
 
 
 def oracle_columns(rewards: np.ndarray, zero_one: bool) -> dict:
-    """What the table says of one prompt's rewards (n,).
+    """The table's columns for one prompt's rewards (n,).
 
     V_standard_error, by V_standard_error_kind:
     * jeffreys (rewards of 0 and 1): the standard deviation of V given c right of n under Jeffreys' prior, that of
@@ -121,27 +152,8 @@ def oracle_columns(rewards: np.ndarray, zero_one: bool) -> dict:
     }
 
 
-def check_law(model, tokenizer, todo, settings: OracleSettings, batch: Batch) -> None:
-    """Raise UserError where the sampler's law is not that of the model's forward pass (runs/checks.py).
-
-    Compared are draws of the first prompt, and of the longest: a model can be one law on the one and not on the other.
-    """
-    law, last = law_of(settings), max(todo, key=lambda each: len(each[1]))
-    for row, prompt_ids in [todo[0], last][: 1 + (last is not todo[0])]:
-        u = uniforms(settings.seed, "audit", row.prompt_id, 0, min(CHECKED, settings.n_oracle), settings.max_new_tokens)
-
-        def check(size: int, row=row, prompt_ids=prompt_ids, u=u) -> dict:
-            drawn = sample_continuations(model, tokenizer, prompt_ids, u[:size], law, size)
-            with ScoreGram(model, partial(log_probs, law=law)) as gram:
-                return check_sampler(gram, law, prompt_ids, drawn, row.where)
-
-        smaller = Batch(batch.flag, min(batch.size, len(u)), least=1)
-        checked = partial(smaller.run, check, row.where)
-        finite_at(row, in_float32, model, checked, "the comparison of sampler and scorer")
-
-
 def begin(plan: Plan, settings: OracleSettings, fingerprints: list[str]) -> None:
-    """The checks that need the model's weights, by the first process, before anything is measured or removed."""
+    """What the first process checks once the weights are known, before anything is measured or removed."""
     check_same_weights(fingerprints)
     check_fingerprint(plan.finished.values(), fingerprints[0], plan.path, "pass --overwrite")
     if settings.overwrite:
@@ -149,7 +161,7 @@ def begin(plan: Plan, settings: OracleSettings, fingerprints: list[str]) -> None
 
 
 def measure_all(plan: Plan, settings: OracleSettings, dtype: torch.dtype, processes: Processes) -> None:
-    """Measure what the plan leaves to do, this process its share of it; every row is on disk once it is done."""
+    """Measure this process's share of ``plan.todo``. Every row is on disk as soon as it is known."""
     tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
     tune_allocator(processes.device)
     if settings.device == "auto" and processes.is_first and not settings.quiet:
@@ -159,22 +171,22 @@ def measure_all(plan: Plan, settings: OracleSettings, dtype: torch.dtype, proces
     fingerprints = processes.gather(weights["model_fingerprint"])
     processes.from_first(begin, plan, settings, fingerprints)
     path = plan.path if processes.size == 1 else part_of(plan.path, processes.rank)
-    batch = Batch("--batch_size", settings.batch_size, least=1)
+    measurement = Measurement(model, tokenizer, settings)
     with (
         limited_memory(settings.max_memory, processes.device),
         Progress(len(plan.rows), len(plan.finished), "V", settings.quiet, processes) as progress,
     ):
-        if plan.todo:  # the others wait, so that no row is written by a sampler that does not pass
-            processes.from_first(check_law, model, tokenizer, plan.todo, settings, batch)
+        if plan.todo:  # the other processes wait: a sampler that does not pass writes no row
+            processes.from_first(measurement.check_law, plan.todo)
         for row, prompt_ids in processes.share(plan.todo):
-            measured = measure(model, tokenizer, prompt_ids, row, settings, batch)
-            append_row(path, {**row.columns, **measured, **plan.record, **weights})
-            progress.done(measured["V_oracle"], settings.n_oracle)
+            columns = measurement.measure(row, prompt_ids)
+            append_row(path, {**row.columns, **columns, **plan.identity, **weights})
+            progress.done(columns["V_oracle"], settings.n_oracle)
     processes.gather(None)
 
 
 def is_finished(plan: Plan, settings: OracleSettings) -> bool:
-    """Whether an earlier run has left every row, made with the weights that are there now."""
+    """Whether the table has every row, made with the weights that --model names now."""
     made_with = {(row.get("model_fingerprint"), row.get("weights_digest")) for row in plan.finished.values()}
     return not plan.todo and len(made_with) == 1 and made_with.pop()[1] == weights_digest(settings.model, settings.revision)
 
@@ -190,7 +202,7 @@ def summarise(table: list[dict], plan: Plan, seconds: float) -> str:
 
 
 def run(settings: OracleSettings) -> None:
-    """Make the table, or go on with it."""
+    """Make the table, or continue it."""
     started = time.monotonic()
     with Processes(settings.device) as processes, ExitStack() as held:
         dtype = resolve_dtype(settings.dtype, processes.device)
@@ -200,9 +212,7 @@ def run(settings: OracleSettings) -> None:
             with saved_on_interrupt(plan.path, settings.overwrite, processes.is_first):
                 measure_all(plan, settings, dtype, processes)
         if processes.is_first:
-            table = continue_table(plan.path, plan.record, plan.rows)
+            table = continue_table(plan.path, plan.identity, plan.rows)
             write_table(plan.path, table, plan.rows)
-            print(
-                "finished before, nothing left to do: " * finished
-                + summarise([table[row.prompt_id] for row in plan.rows], plan, time.monotonic() - started)
-            )
+            text = summarise([table[row.prompt_id] for row in plan.rows], plan, time.monotonic() - started)
+            print(f"finished before, nothing left to do: {text}" if finished else text)

@@ -1,7 +1,8 @@
 """What a run leaves on disk, and how the same command continues it.
 
-A run's identity is the configuration that decides its numbers (model, law, seed, ...), not its paths, batch sizes
-or device. Rows and Gram files of another identity are never mixed in: the difference is named instead.
+The identity of a run is the settings that decide its numbers (model, law, seed, ...), not its paths, batch sizes or device.
+Every row of a table and every folder of Gram files stores it. A run with another identity stops with an error that names
+the difference.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from Gradient_evaluation.runs.files import (
 from Gradient_evaluation.runs.oracle_table import ADDED_LATER, Row, oracle_row
 
 IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
-# What of a run's identity is no flag by its own name: the flags it comes from, or what else.
+BESIDE_THE_IDENTITY = ("weights_digest", "flags")  # what run.json has too
+# Entries of an identity that are no flags: the flags that decide them, or what else does.
 FROM_FLAGS = {
     "block_sizes": ("M", "K_list", "block_size", "estimators"),
     "sketched": ("estimators",),
@@ -57,9 +59,9 @@ def output_folder(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def only_writer(path: Path) -> Iterator[None]:
-    """Be the only process that writes ``path`` (a file or a folder), or raise UserError naming the other one.
+    """Inside, this process alone writes ``path`` (a file or a folder). Raises UserError that names a process that does.
 
-    The lock is the kernel's, on ``.NAME.lock`` beside the path, so a killed process leaves none behind.
+    The lock is the kernel's, on ``.NAME.lock`` beside the path: it ends with the process, also with one that was killed.
     """
     lock_file = path.with_name(f".{path.name}.lock")
     with one_line_errors(lock_file, "write"):
@@ -73,6 +75,7 @@ def only_writer(path: Path) -> Iterator[None]:
 
 
 def _locked(lock_file: Path) -> int:
+    """The descriptor of the locked file, which then says which process holds it."""
     while True:
         lock = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -85,9 +88,7 @@ def _locked(lock_file: Path) -> int:
                 "another output folder"
             ) from None
         except OSError as error:  # some network file systems know no locks
-            print(
-                f"warning: {lock_file}: cannot lock it ({error.strerror}); see that no other run writes there", file=sys.stderr
-            )
+            print(f"warning: {lock_file}: cannot lock it ({error.strerror}); let no other run write there", file=sys.stderr)
         try:
             if os.path.samestat(os.stat(lock_file), os.fstat(lock)):
                 os.truncate(lock, 0)
@@ -95,11 +96,11 @@ def _locked(lock_file: Path) -> int:
                 return lock
         except FileNotFoundError:
             pass
-        os.close(lock)  # its last holder removed it between our two looks
+        os.close(lock)  # its holder removed the file after we opened it
 
 
 def at_row(row: Row, function: Callable, *args) -> Any:
-    """``function(*args)``, its UserError preceded by where the row stands."""
+    """``function(*args)``; its UserError begins with the file and line of the row."""
     try:
         return function(*args)
     except UserError as error:
@@ -107,7 +108,7 @@ def at_row(row: Row, function: Callable, *args) -> Any:
 
 
 def finite_at(row: Row, function: Callable, *args) -> Any:
-    """``function(*args)``; a value that is not finite is a UserError that names the row."""
+    """``function(*args)``; its FloatingPointError becomes a UserError that names the row."""
     try:
         return function(*args)
     except FloatingPointError as error:
@@ -116,22 +117,34 @@ def finite_at(row: Row, function: Callable, *args) -> Any:
 
 @contextlib.contextmanager
 def saved_on_interrupt(path: Path, overwrite: bool, first: bool) -> Iterator[None]:
-    """Give Ctrl-C inside the block its message, by the first process: what is saved, and how to continue."""
+    """On Ctrl-C inside, the first process says what is saved and how to continue.
+
+    path: the table, or the folder of the Gram files.
+    """
     try:
         yield
     except KeyboardInterrupt:
-        command = "the same command without --overwrite" if overwrite else "the same command"
-        saved = f"interrupted; every prompt that was done is saved in {path}, and {command} goes on from there"
-        raise KeyboardInterrupt(saved if first else "") from None
+        if _has_a_prompt(path):
+            command = "the same command without --overwrite" if overwrite else "the same command"
+            text = f"interrupted; every finished prompt is saved in {path}, and {command} continues from there"
+        else:
+            text = "interrupted; no prompt was finished yet, so the same command starts from the beginning"
+        raise KeyboardInterrupt(text if first else "") from None
+
+
+def _has_a_prompt(path: Path) -> bool:
+    if path.is_dir():
+        return any(path.glob("*.npz"))
+    return any(file.stat().st_size for file in (path, *_parts(path)) if file.exists())
 
 
 def part_of(table: Path, rank: int) -> Path:
-    """Where process ``rank`` of several appends its rows until the first one puts them into the table."""
+    """The file to which process ``rank`` of several appends its rows; the first process moves them into the table."""
     return table.with_name(f".{table.name}.rank{rank}")
 
 
 def remove_table(table: Path) -> None:
-    """Remove a table and what processes of a stopped run have left of it."""
+    """Remove a table and its parts."""
     with one_line_errors(table, "remove"):
         for path in (table, *_parts(table)):
             path.unlink(missing_ok=True)
@@ -142,16 +155,16 @@ def _parts(table: Path) -> list[Path]:
 
 
 def left_rows(table: Path) -> Iterator[dict]:
-    """The rows that stopped runs have left in a table and its parts, unchecked."""
+    """The rows in a table and its parts, unchecked."""
     for path in (table, *_parts(table)) if table.parent.is_dir() else ():
         yield from read_finished_rows(path)[0]
 
 
 def continue_table(table: Path, identity: dict, rows: Sequence[Row]) -> dict[int, dict]:
-    """{prompt id: row} of what stopped runs have left; a torn last line is cut off and sampled again.
+    """{prompt id: row} of the rows in a table and its parts. Moves the parts into the table.
 
-    Parts of several processes are moved into the table. Raises UserError for rows made with another identity, or of
-    prompts that are not among ``rows``.
+    A last line that was cut off by a crash is removed; its prompt is sampled again. Raises UserError for a row of another
+    identity, and for the row of a prompt that is not among ``rows``.
     """
     wanted = {row.prompt_id for row in rows}
     finished: dict[int, dict] = {}
@@ -159,34 +172,33 @@ def continue_table(table: Path, identity: dict, rows: Sequence[Row]) -> dict[int
         found, size = read_finished_rows(path)
         for number, row in enumerate(found, 1):
             where = f"{path}, line {number}"
-            missing = [
-                name
-                for name in ("prompt", "ground_truth", "V_oracle", *identity)
-                if name not in row and name not in ADDED_LATER
-            ]
-            if missing:
-                raise UserError(
-                    f"{where}: not a row of this script (no {missing[0]}); pass --overwrite to start afresh, "
-                    "or another --out_dir"
-                )
-            refuse_difference(where, row, identity)
-            key = oracle_row(where, row).prompt_id
-            if finished.get(key, row) != row:
+            key = _prompt_id(where, row, identity)
+            if finished.setdefault(key, row) != row:
                 raise UserError(f"{where}: a second, different row of a prompt; remove one of the two")
             if key not in wanted:
                 raise UserError(
                     f"{where}: a prompt that is not in --dataset; give the data set this table was made "
                     "from, pass --overwrite to start afresh, or another --out_dir"
                 )
-            finished[key] = row
         truncate_file(path, size)
     if _parts(table):
         write_table(table, finished, rows)
     return finished
 
 
+def _prompt_id(where: str, row: dict, identity: dict) -> int:
+    """The prompt id of a row of our own table. Raises UserError for a row of another identity or of another program."""
+    for name in ("prompt", "ground_truth", "V_oracle", *identity):
+        if name not in row and name not in ADDED_LATER:
+            raise UserError(
+                f"{where}: not a row of this script (no {name}); pass --overwrite to start afresh, or another --out_dir"
+            )
+    refuse_difference(where, row, identity)
+    return oracle_row(where, row).prompt_id
+
+
 def write_table(table: Path, finished: dict[int, dict], rows: Sequence[Row]) -> None:
-    """The finished rows in the order of the data set, whole or not at all; then the parts they came from go."""
+    """Write the finished rows in the order of the data set, all or none; then remove the parts."""
     ordered = b"".join(to_json_line(finished[row.prompt_id]) for row in rows if row.prompt_id in finished)
     if not table.exists() or table.read_bytes() != ordered:
         write_bytes_atomic(table, ordered)
@@ -195,36 +207,46 @@ def write_table(table: Path, finished: dict[int, dict], rows: Sequence[Row]) -> 
 
 
 def refuse_difference(where: str, found: dict, identity: dict, flags: dict | None = None) -> None:
-    """Raise UserError naming the first entry of the identity in which what was found differs.
+    """Raise UserError naming the first entry of ``identity`` that differs in what was ``found`` at ``where``.
 
-    flags: {name: value} of this run's flags that ``FROM_FLAGS`` names, to compare with those kept in ``found``.
+    flags: {name: value} of those flags of this run that ``found["flags"]`` has of the earlier one. Where they say why an
+    entry differs, the error names them.
     """
     for name, value in identity.items():
-        if found.get(name, ADDED_LATER.get(name)) != value:
-            then, now = _difference(name, found, value, flags or {})
-            raise UserError(
-                f"{where}: made with {then}, this run has {now}; use the same, pass --overwrite to start afresh, "
-                "or choose another output folder"
+        if found.get(name, ADDED_LATER.get(name)) == value:
+            continue
+        then, now, fix = f"{name} = {found.get(name)!r}", f"{value!r}{_source(name)}", "use the same"
+        earlier = found.get("flags") or {}
+        if differing := _differing_flags(name, earlier, flags or {}):
+            then, now = (" ".join(_as_typed(flag, values[flag]) for flag in differing) for values in (earlier, flags))
+        if "K_list" in differing:
+            fix = (
+                f"keep {max(earlier['K_list'])} as the largest of --K_list, or compute other group sizes from these Grams "
+                f"with --from_grams {Path(where).parent}; otherwise"
             )
+        raise UserError(
+            f"{where}: made with {then}, this run has {now}; {fix}, pass --overwrite to start afresh, "
+            "or choose another output folder"
+        )
 
 
-def _difference(name: str, found: dict, value: Any, flags: dict) -> tuple[str, str]:
-    """An entry that differs as it was and as it is: by the flags that decide it where both runs' are known."""
-    kept = found.get("flags") if isinstance(found.get("flags"), dict) else {}
-    differing = [
+def _differing_flags(name: str, earlier: dict, flags: dict) -> list[str]:
+    """Of the flags that decide the entry ``name``, those that differ and are known of both runs."""
+    return [
         flag
         for flag in FROM_FLAGS.get(name, ())
-        if flag in kept and flag in flags and _deciding(flag, kept[flag]) != _deciding(flag, flags[flag])
+        if flag in earlier and flag in flags and _deciding(flag, earlier[flag]) != _deciding(flag, flags[flag])
     ]
-    if differing:
-        return tuple(" ".join(_as_typed(flag, values[flag]) for flag in differing) for values in (kept, flags))
-    source = FROM_ELSEWHERE.get(name) or ", ".join(f"--{flag}" for flag in FROM_FLAGS.get(name, ()))
-    return f"{name} = {found.get(name)!r}", f"{value!r}" + (f" (from {source})" if source else "")
 
 
 def _deciding(flag: str, value: Any) -> Any:
     """The part of a flag's value that decides how Grams are made: of the group sizes, the largest."""
-    return max(value, default=None) if flag == "K_list" and isinstance(value, list) else value
+    return max(value) if flag == "K_list" else value
+
+
+def _source(name: str) -> str:
+    source = FROM_ELSEWHERE.get(name) or ", ".join(f"--{flag}" for flag in FROM_FLAGS.get(name, ()))
+    return f" (from {source})" if source else ""
 
 
 def _as_typed(flag: str, value: Any) -> str:
@@ -234,7 +256,7 @@ def _as_typed(flag: str, value: Any) -> str:
 
 
 def check_fingerprint(rows: Iterable[dict], fingerprint: str, path: str | Path, fix: str) -> None:
-    """Raise UserError when a row names other weights; a row that names none (the published script's) is taken."""
+    """Raise UserError when a row was made with other weights. Rows of the published script do not say; they pass."""
     for row in rows:
         found = row.get("model_fingerprint")
         if found is not None and found != fingerprint:
@@ -250,17 +272,18 @@ def check_same_weights(fingerprints: Sequence[str]) -> None:
         )
 
 
-def check_identity(path: Path, identity: dict, record: dict, overwrite: bool, flags: dict) -> None:
-    """Write a run's ``record`` beside its Gram files, or compare the one there with ``identity``, a part of it.
+def check_identity(path: Path, stored: dict, overwrite: bool) -> None:
+    """Compare the identity in ``path`` with this run's, and write ``stored``: this run's, with ``BESIDE_THE_IDENTITY``.
 
-    A different one is a UserError, and so are Gram files without an identity. With ``overwrite`` they go first.
-    flags: as in ``refuse_difference``.
+    Raises UserError when they differ, and when there are Gram files without an identity. With ``overwrite`` the Gram files
+    are removed instead.
     """
     if path.exists() and not overwrite:
         found = read_identity(path)
-        refuse_difference(str(path), found, identity, flags)
-        if found != record:
-            write_json(path, record)
+        identity = {name: value for name, value in stored.items() if name not in BESIDE_THE_IDENTITY}
+        refuse_difference(str(path), found, identity, stored["flags"])
+        if found != stored:
+            write_json(path, stored)
         return
     grams = list(path.parent.glob("*.npz"))
     if grams and not overwrite:
@@ -271,24 +294,23 @@ def check_identity(path: Path, identity: dict, record: dict, overwrite: bool, fl
     for old in grams:
         old.unlink()
     (path.parent / CHECKS).unlink(missing_ok=True)
-    write_json(path, record)
+    write_json(path, stored)
 
 
-def read_identity(path: Path, fix: str = "pass --overwrite to start this one afresh") -> dict:
+def read_identity(path: Path, fix: str = "pass --overwrite to start this run afresh") -> dict:
     """The identity beside a folder of Gram files. fix: what to do where there is none, for the message."""
     try:
         identity = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         raise UserError(f"{path}: missing or damaged; {fix}") from None
     if not isinstance(identity, dict) or not isinstance(identity.get("model"), str):
-        raise UserError(f"{path}: not the identity of a run_tracecov.py run")
+        raise UserError(f"{path}: not the identity of a run_tracecov.py run; {fix}")
     return identity
 
 
 def read_checks(grams: Path) -> dict:
-    """What the run that made a folder of Gram files checked; {} where it left no word of it."""
+    """The checks of the run that made a folder of Gram files; {} where it stored none."""
     try:
-        checks = json.loads((grams / CHECKS).read_text(encoding="utf-8"))
+        return json.loads((grams / CHECKS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return checks if isinstance(checks, dict) else {}

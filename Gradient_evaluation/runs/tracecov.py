@@ -1,10 +1,10 @@
-"""The run of run_tracecov.py: the prompts that are drawn, their Grams, and what follows from them."""
+"""The run of run_tracecov.py: it draws prompts, measures their Grams, and computes the results from these."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -50,17 +50,16 @@ from Gradient_evaluation.runs.resume import (
 from Gradient_evaluation.settings import WITH_FROM_GRAMS, TracecovSettings
 from Gradient_evaluation.stats.sketch_weights import sketched_names
 
-# Flags that decide how Grams are cut and which prompts there are; run.json keeps them, for messages and --from_grams.
-KEPT = ("T", "M", "K_list", "block_size", "estimators", "subsample_prompts")
+# Flags that decide the blocks and the prompts. run.json stores them beside the identity, for messages and --from_grams.
+STORED_FLAGS = ("T", "M", "K_list", "block_size", "estimators", "subsample_prompts")
+
+Draw = Callable[[dict, str], Path]  # (results, label) -> the file of the figure
 
 
-Draw = Callable[[dict, str], Path]
-
-
-def kept_flags(settings: TracecovSettings) -> dict:
-    """What run.json keeps of the flags beside the identity."""
+def stored_flags(settings: TracecovSettings) -> dict:
+    """The flags that run.json stores."""
     config = settings.config()
-    return {name: config[name] for name in KEPT}
+    return {name: config[name] for name in STORED_FLAGS}
 
 
 class Chosen(NamedTuple):
@@ -72,20 +71,30 @@ class Chosen(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What there is to do, the same for every process."""
+    """What a run does, the same for every process."""
 
     grams: Path  # folder of the Gram files
-    identity: dict  # of the run, without the weights' fingerprint
+    identity: dict  # of the run, without the fingerprint of the weights
     chosen: list[Chosen]  # in the order in which they were drawn
-    todo: list[Chosen]  # those of them without a Gram file
-    n_long: int  # prompts left out as too long
+    todo: list[Chosen]  # those without a Gram file
+    n_long: int  # prompts that are too long and left out
+
+
+class Measured(NamedTuple):
+    """What the results are made of."""
+
+    records: Iterable[gram_store.GramRecord]  # in the order of the oracle table
+    config: dict  # the flags that made the records
+    identity: dict  # of the run that made them
+    checks: dict  # of that run
 
 
 def drawn(n: int, T: int, subsample: int | None, seed: int) -> list[int]:
-    """Indices of T rows of a table of n, in the order in which they are measured: the paper's released choice.
+    """Indices of T rows of a table of n, in the order in which they are measured, as the paper's released script draws them.
 
-    ``subsample`` rows are drawn where the table has more; these are shuffled, by a generator of the same seed, and the
-    first T taken. So the prompts of a smaller T are the first of a larger, and an interrupted run a random sample.
+    Of a table with more than ``subsample`` rows, that many are drawn first. The rows are shuffled, by a generator of the
+    same seed, and the first T are taken. So the prompts of a smaller T are the first of a larger one, and the prompts of an
+    interrupted run are a random sample.
     """
     order = list(range(n))
     if subsample is not None and subsample < n:
@@ -95,7 +104,7 @@ def drawn(n: int, T: int, subsample: int | None, seed: int) -> list[int]:
 
 
 def choose_rows(rows: list[Row], settings: TracecovSettings, tokenizer, chat: Chat) -> tuple[list[Chosen], int]:
-    """The drawn rows of the oracle table, and how many rows were too long."""
+    """The drawn prompts, and how many rows of the oracle table were too long."""
     index, n_long = {row.prompt_id: i for i, row in enumerate(rows)}, 0
     if settings.skip_long:
         rows, prompts, n_long = tokenised(rows, settings, tokenizer, chat)
@@ -106,33 +115,19 @@ def choose_rows(rows: list[Row], settings: TracecovSettings, tokenizer, chat: Ch
 
 
 def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> Plan:
-    """Everything that can be checked and done before the model is loaded; ``held`` takes the lock on the output."""
-    sketched = sketched_names(settings.estimators) if settings.sketch_dim else []
+    """Check and do all that needs no model. ``held`` takes the lock on the Gram files."""
     sizes = block_sizes(settings.M * settings.K_list[-1], planned_block_size(settings))
     rows = load_oracle_table(settings.oracle_table)
     check_ground_truths(rows, settings.reward)
     warn_of_risks(settings.model, settings.trust_remote_code)
     tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
-    record = Path(settings.save_json) / "grams" / IDENTITY
-    earlier = [read_identity(record)] if record.exists() and not settings.overwrite else []
+    path = Path(settings.save_json) / "grams" / IDENTITY
+    earlier = [read_identity(path)] if path.exists() and not settings.overwrite else []
     chat = chat_from(settings, tokenizer, [*(row.columns for row in rows), *earlier])
     law = law_record(settings, tokenizer, chat)
     check_law(rows, law, settings.oracle_table, settings.allow_mismatch)
     chosen, n_long = choose_rows(rows, settings, tokenizer, chat)
-    identity = {
-        **law,
-        "seed": settings.seed,
-        "scoring": settings.scoring,
-        "block_sizes": sizes,
-        "params": settings.params,
-        "by_layer": settings.by_layer,
-        "sketch_dim": settings.sketch_dim,
-        "greedy": "greedy" in settings.estimators,
-        "gram_dtype": settings.gram_dtype,
-        "sketched": sketched,
-        "sketched_at": settings.K_list[-1] if len(sketched) > 1 else None,
-        "dtype": str(dtype).split(".")[-1],
-    }
+    identity = {**law, **identity_beside_the_law(settings, sizes), "dtype": str(dtype).split(".")[-1]}
     grams = output_folder(settings.save_json) / "grams"
     held.enter_context(only_writer(grams))
     output_folder(grams)
@@ -143,34 +138,51 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> 
         todo = chosen
     elif (grams / IDENTITY).exists():
         found = read_identity(grams / IDENTITY)
-        refuse_difference(str(grams / IDENTITY), found, identity, kept_flags(settings))
+        refuse_difference(str(grams / IDENTITY), found, identity, stored_flags(settings))
         note_older_choice(grams, found, chosen)
     return Plan(grams, identity, chosen, todo, n_long)
 
 
+def identity_beside_the_law(settings: TracecovSettings, sizes: list[int]) -> dict:
+    """The entries of a run's identity that say how its Grams are made, in blocks of ``sizes``."""
+    sketched = sketched_names(settings.estimators) if settings.sketch_dim else []
+    return {
+        "seed": settings.seed,
+        "scoring": settings.scoring,
+        "block_sizes": sizes,
+        "params": settings.params,
+        "by_layer": settings.by_layer,
+        "sketch_dim": settings.sketch_dim,
+        "greedy": "greedy" in settings.estimators,
+        "gram_dtype": settings.gram_dtype,
+        "sketched": sketched,
+        "sketched_at": settings.K_list[-1] if len(sketched) > 1 else None,
+    }
+
+
 def note_older_choice(grams: Path, found: dict, chosen: list[Chosen]) -> None:
-    """Say where a folder was begun when a run took the first T rows of its table, and has Grams of prompts not drawn."""
+    """Say when Grams of a folder go unused: a run of an earlier version took the first T rows, without a draw."""
     if "subsample_prompts" in (found.get("flags") or {}):
         return
     drawn_now = {gram_store.path_of(grams, each.row.prompt_id).name for each in chosen}
     others = sum(path.name not in drawn_now for path in grams.glob("*.npz"))
     if others:
         print(
-            f"note: {grams}: begun when a run took the first T rows; now they are drawn at random by --seed. {others} of its "
-            "Grams are of prompts that are not drawn; they stay, unused",
+            f"note: {grams}: an earlier version began this run and took the first T rows; now --seed draws them at random. "
+            f"{others} of its Grams are of prompts that are not drawn; they stay, unused",
             file=sys.stderr,
         )
 
 
 def is_measured(plan: Plan, settings: TracecovSettings) -> bool:
-    """Whether an earlier run has left every Gram and its checks, made with the weights that are there now."""
+    """Whether every Gram and the checks are there, made with the weights that --model names now."""
     if plan.todo or not {"self_audit", "sampler_check"} <= set(read_checks(plan.grams)) or not (plan.grams / IDENTITY).exists():
         return False
     return read_identity(plan.grams / IDENTITY).get("weights_digest") == weights_digest(settings.model, settings.revision)
 
 
 def begin(plan: Plan, settings: TracecovSettings, fingerprints: list[str]) -> None:
-    """The checks that need the model's weights, by the first process, before anything is measured or removed."""
+    """What the first process checks once the weights are known, before anything is measured or removed."""
     check_same_weights(fingerprints)
     model_fingerprint = fingerprints[0]
     if not settings.allow_mismatch:
@@ -180,21 +192,17 @@ def begin(plan: Plan, settings: TracecovSettings, fingerprints: list[str]) -> No
             settings.oracle_table,
             "make the table again, or pass --allow_mismatch",
         )
-    about_weights = {
+    stored = {
+        **plan.identity,
         "model_fingerprint": model_fingerprint,
         "weights_digest": weights_digest(settings.model, settings.revision),
+        "flags": stored_flags(settings),
     }
-    check_identity(
-        plan.grams / IDENTITY,
-        {**plan.identity, "model_fingerprint": model_fingerprint},
-        {**plan.identity, **about_weights, "flags": kept_flags(settings)},
-        settings.overwrite,
-        kept_flags(settings),
-    )
+    check_identity(plan.grams / IDENTITY, stored, settings.overwrite)
 
 
 def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, processes: Processes) -> None:
-    """Measure what the plan leaves to do, this process its share of it; every Gram is on disk once it is done."""
+    """Measure this process's share of ``plan.todo``. Every Gram is on disk as soon as it is known."""
     tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
     tune_allocator(processes.device)
     if settings.device == "auto" and processes.is_first and not settings.quiet:
@@ -213,7 +221,7 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
     ):
         if processes.is_first:
             row, prompt_ids = plan.chosen[0].row, plan.chosen[0].prompt_ids
-            if "sampler_check" not in checks:  # a law does not change while a run is continued
+            if "sampler_check" not in checks:  # the law of a run does not change
                 checks["sampler_check"] = finite_at(row, measurement.check_sampler, row, prompt_ids)
             checks["self_audit"] = finite_at(row, measurement.audit, row, prompt_ids)
             write_json(plan.grams / CHECKS, checks)
@@ -228,7 +236,7 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
 
 
 def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
-    """The Gram records of the chosen prompts in the order of the table, with the oracle values it has now."""
+    """The Gram records of the chosen prompts in the order of the table, with its present oracle values."""
     for order, (index, row, _) in sorted(enumerate(plan.chosen), key=lambda each: each[1].index):
         record = gram_store.load(gram_store.path_of(plan.grams, row.prompt_id))
         now = {"index": index, "order": order, "oracle_value": row.oracle_value, "n_oracle": row.oracle_samples}
@@ -246,30 +254,31 @@ def recompute(settings: TracecovSettings, draw: Draw) -> None:
     if not settings.skip_plot:
         output_folder(settings.plot_path)
     with only_writer(folder / "grams"):
-        # Into the config goes what made the Grams, null where that is not known, and never this call's defaults.
+        # The config names what made the Grams, with null where that is not known. The defaults of this call made nothing.
         made, heeded = {**identity.get("flags", {}), **identity}, {flag.lstrip("-") for flag in WITH_FROM_GRAMS}
         config = {name: value if name in heeded else made.get(name) for name, value in settings.config().items()}
-        settings = replace(settings, seed=made.get("seed", settings.seed))  # the same resamples as the run that made the Grams
+        settings = replace(settings, seed=made.get("seed", settings.seed))  # the resamples of the run that made the Grams
         note = gram_store.belonging(grams)[1]
         if note:
             print(f"note: {note}", file=sys.stderr)
+        measured = Measured(gram_store.load_all(grams), config, identity, read_checks(grams))
         try:
-            finish(settings, gram_store.load_all(grams), config, identity, read_checks(grams), started, draw)
+            finish(settings, measured, started, draw)
         except ValueError as error:  # records of different runs in one folder do not fit each other
             raise UserError(f"{grams}: its files cannot be used together ({error}); give a folder of one run") from None
 
 
-def finish(settings: TracecovSettings, records, config: dict, identity: dict, checks: dict, started: float, draw: Draw) -> None:
-    """Results, report and figure from the Gram records."""
+def finish(settings: TracecovSettings, measured: Measured, started: float, draw: Draw) -> None:
+    """Write and print the results, and draw the figure."""
     about = {
-        "config": config,
-        "law": identity,
-        "checks": {name: value for name, value in checks.items() if name != "gen_bs"},
+        "config": measured.config,
+        "law": measured.identity,
+        "checks": {name: value for name, value in measured.checks.items() if name != "gen_bs"},
         "versions": versions(),
         "seconds": round(time.monotonic() - started, 1),
     }
-    label = model_label(identity["model"])
-    results = write_results(settings, records, about, label, checks.get("gen_bs"))
+    label = model_label(measured.identity["model"])
+    results = write_results(settings, measured.records, about, label, measured.checks.get("gen_bs"))
     print(report(results))
     print(f"results: {results_path(settings.save_json, label)}")
     if not settings.skip_plot:
@@ -278,7 +287,7 @@ def finish(settings: TracecovSettings, records, config: dict, identity: dict, ch
 
 
 def run(settings: TracecovSettings, draw: Draw) -> None:
-    """Measure what is left to measure, and leave the results. draw(results, label) draws the figure → its path."""
+    """Measure what is left to measure, then write, print and draw the results."""
     if settings.from_grams:
         recompute(settings, draw)
         return
@@ -287,18 +296,18 @@ def run(settings: TracecovSettings, draw: Draw) -> None:
         dtype = resolve_dtype(settings.dtype, processes.device)
         plan = processes.from_first(prepare, settings, dtype, held)
         with saved_on_interrupt(plan.grams, settings.overwrite, processes.is_first):
-            measured = processes.from_first(is_measured, plan, settings)
-            if not measured:
+            finished = processes.from_first(is_measured, plan, settings)
+            if not finished:
                 measure_all(plan, settings, dtype, processes)
             if not processes.is_first:
                 return
             if plan.n_long:
                 print(f"left out {plan.n_long} prompts that are too long for the model's context")
             label, rows = model_label(settings.model), [each.row for each in plan.chosen]
-            results = finished_results(settings, label, rows) if measured else None
+            results = finished_results(settings, label, rows) if finished else None
             if results is not None:
                 print(f"finished before, nothing left to do; --overwrite starts afresh\n{report(results)}")
                 print(f"results: {results_path(settings.save_json, label)}")
                 return
             identity, checks = read_identity(plan.grams / IDENTITY), read_checks(plan.grams)
-            finish(settings, records_of(plan), settings.config(), identity, checks, started, draw)
+            finish(settings, Measured(records_of(plan), settings.config(), identity, checks), started, draw)

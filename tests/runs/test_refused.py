@@ -11,8 +11,10 @@ import torch
 from scripts import RESULTS, call, detailed_rows, one_line_error, oracle, read, rows_of, tracecov, tracecov_flags
 from tiny_models import enumerable_policy, tiny_tokenizer
 
-from Gradient_evaluation import calculate_oracle_v, run_tracecov
+from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.runs import gram_store
+from Gradient_evaluation.runs import oracle as oracle_run
+from Gradient_evaluation.runs import tracecov as tracecov_run
 
 # ------------------------------------------------------------------------------------------------ another model
 
@@ -24,18 +26,21 @@ def changed(policy, tmp_path, **config):
 
 
 def test_what_the_blocks_come_from_is_said_in_flags(policy, table, tmp_path, capsys):
-    flags = ("--K_list", 4, 8, "--M", 2, "--T", 2)
+    flags, grams = ("--K_list", 4, 8, "--M", 2, "--T", 2), tmp_path / "grams"
     assert tracecov(policy, table, tmp_path, *flags)[0] == 0
     for changed_flags, then, now in (
         (("--K_list", 4, 8, "--M", 3), "--M 2", "--M 3"),
         (("--K_list", 8, 2, "--M", 2, "--block_size", 5), "no --block_size", "--block_size 5"),
         (("--K_list", 4, 16, "--M", 2), "--K_list 4 8", "--K_list 4 16"),
+        (("--K_list", 4, "--M", 2), "--K_list 4 8", "--K_list 4"),
         ((*flags, "--estimators", "dapo"), "no --estimators", "--estimators dapo"),
     ):
         outcome = tracecov(policy, table, tmp_path, *changed_flags, "--T", 2, capsys=capsys)
-        one_line_error(outcome, f"made with {then}, this run has {now};")
-    record = tmp_path / "grams" / "run.json"
-    record.write_text(json.dumps({name: value for name, value in read(record).items() if name != "flags"}))  # an older one
+        one_line_error(outcome, f"made with {then}, this run has {now};", "--overwrite")
+        way_out = f"keep 8 as the largest of --K_list, or compute other group sizes from these Grams with --from_grams {grams};"
+        assert ("--K_list" in now) == (way_out in outcome[2])
+    path = grams / "run.json"
+    path.write_text(json.dumps({name: value for name, value in read(path).items() if name != "flags"}))  # an older one
     one_line_error(
         tracecov(policy, table, tmp_path, "--K_list", 4, 8, "--M", 3, "--T", 2, capsys=capsys),
         "block_sizes = [8, 8], this run has [8, 8, 8] (from --M, --K_list, --block_size, --estimators)",
@@ -189,7 +194,7 @@ def test_long_prompts_are_skipped_and_counted_by_flag(policy, table, tmp_path, c
 
 
 def test_all_input_is_checked_before_the_model_is_loaded(policy, problems, table, tmp_path, capsys, monkeypatch):
-    for script in (calculate_oracle_v, run_tracecov):
+    for script in (oracle_run, tracecov_run):
         monkeypatch.setattr(script, "load_model", None)
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps({"prompt": "1", "ground_truth": "no number"}) + "\n")

@@ -46,7 +46,7 @@ from Gradient_evaluation.runs import oracle as oracle_run
 from Gradient_evaluation.runs import tracecov as tracecov_run
 from Gradient_evaluation.runs.memory import Batch
 from Gradient_evaluation.runs.processes import Processes
-from Gradient_evaluation.runs.resume import only_writer, part_of
+from Gradient_evaluation.runs.resume import only_writer, part_of, saved_on_interrupt
 
 # ------------------------------------------------------------------------------------------------ finished
 
@@ -174,6 +174,18 @@ def test_ctrl_c_says_what_is_saved_and_the_same_command_goes_on(policy, problems
         assert (tmp_path / table.name).read_bytes() == table.read_bytes()
     else:
         assert files_of(tmp_path) == files_of(undisturbed)
+
+
+def test_ctrl_c_before_the_first_finished_prompt_says_so(tmp_path):
+    grams, table = tmp_path / "grams", tmp_path / "table.jsonl"
+    grams.mkdir()
+    (grams / "run.json").touch()
+    for path, prompt in ((grams, grams / "1.npz"), (table, part_of(table, 1))):
+        with pytest.raises(KeyboardInterrupt, match="no prompt was finished yet"), saved_on_interrupt(path, False, True):
+            raise KeyboardInterrupt
+        prompt.write_text("{}\n")
+        with pytest.raises(KeyboardInterrupt, match="is saved in"), saved_on_interrupt(path, False, True):
+            raise KeyboardInterrupt
 
 
 # ------------------------------------------------------------------------------------------------ killed
