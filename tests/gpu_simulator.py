@@ -128,7 +128,7 @@ def _where() -> str:
 
 @contextlib.contextmanager
 def made_up_device(accelerator: Accelerator) -> Iterator[torch.device]:
-    """While inside there is a device "gpu" of fake tensors; what such a tensor lacks (memory, a copy on the host) is made up."""
+    """While inside there is a device "gpu" of fake tensors; what such a tensor lacks (memory, a host copy) is made up."""
     if not hasattr(torch, "gpu"):
         backend_registration._setup_privateuseone_for_python_backend("gpu")
         torch.gpu.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]

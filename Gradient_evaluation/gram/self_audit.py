@@ -45,7 +45,8 @@ def compare(score_gram: ScoreGram, rows: TokenRows, by_parameter: dict[int, torc
     if score_gram.gram_dtype is not None:  # each product's own rounding, which is not in one direction
         eps = max(eps, torch.finfo(score_gram.gram_dtype).eps ** 2)
     grams = {key: by_parameter[key].cpu() for key in parameters}
-    negligible = eps * sum(float(q.trace()) for q in grams.values())
+    # Scores so small that their squares underflow (a temperature near 0) tell nothing of a rule.
+    negligible = max(eps * sum(float(q.trace()) for q in grams.values()), torch.finfo(torch.float32).tiny)
     errors = {}
     for key, q in grams.items():
         measured, scale = float(signs @ q @ signs), max(norms[key], float(q.trace()), negligible)
