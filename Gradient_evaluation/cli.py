@@ -7,11 +7,12 @@ file, the line or flag, and the fix. Anything else that goes wrong is our bug an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from Gradient_evaluation.errors import UserError
 
@@ -41,7 +42,12 @@ def run(main: Callable[[], None]) -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
-        main()
+        try:
+            main()
+        except OSError:
+            _flush_output("\n")  # if printing is what failed, it fails again, with one line
+            raise
+        _flush_output()
     except UserError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)
@@ -50,6 +56,42 @@ def run(main: Callable[[], None]) -> None:
         if message:
             print(message, file=sys.stderr)
         sys.exit(130)
+
+
+def _flush_output(more: str = "") -> None:
+    """Write what is printed so far, and ``more``. Raises UserError where that fails: a full disk, or a pipe that nobody reads."""
+    try:
+        sys.stdout.write(more)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest again when it ends
+        raise UserError(f"what is printed cannot be written ({error.strerror or error}); send it elsewhere") from None
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """While inside, a library that is not installed is a UserError, and Ctrl-C ends this process with one line.
+
+    The libraries take seconds to import. A script reads its flags before them, so that a wrong flag is refused at once.
+    """
+
+    def end(*_) -> None:
+        sys.stderr.write("interrupted; nothing was being measured yet\n")
+        sys.stderr.flush()
+        os._exit(130)  # an exception inside an import may be swallowed there
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if not error.name or error.name.partition(".")[0] in OURS:
+            raise
+        raise UserError(
+            f"{sys.executable} has no package {error.name.partition('.')[0]}; activate the environment "
+            "(make demo or make test sets up .venv: . .venv/bin/activate), or pip install -r requirements.txt"
+        ) from None
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def one_line_while_importing() -> None:

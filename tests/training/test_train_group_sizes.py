@@ -10,9 +10,17 @@ from test_plot_tracecov import results
 from tiny_models import float_means_double, tiny_model, tiny_tokenizer
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw, log_probs, sample_continuations, uniforms
+from Gradient_evaluation.sampling.generate import (
+    Continuation,
+    SamplingLaw,
+    log_probs,
+    sample_continuations,
+    sample_groups,
+    uniforms,
+)
 from Gradient_evaluation.stats.group_size import group_size_law
-from Policy_Optimization.train_group_sizes import main, sample_groups, summarise, weighted_log_probs
+from Policy_Optimization.policy_gradient import weighted_log_probs
+from Policy_Optimization.train_group_sizes import main, summarise
 
 LAW = SamplingLaw(temperature=1.2, top_p=0.9, max_new_tokens=7)
 PROMPTS = [[5, 9, 3], [5, 9, 3, 8, 8, 1, 4], [5, 9, 7, 2], [5, 9, 3]]
