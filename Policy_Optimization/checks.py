@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.prepare_parquet import refuse_for_verl
+from data.verl_parquet import Problem, refuse_for_verl, split_by_length
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.files import one_line_errors
 from Gradient_evaluation.utils import REWARDS, normalise_prompt
@@ -144,8 +144,6 @@ def count_overlong(rows: Sequence[Mapping[str, Any]], tokenizer, limit: int, kwa
 
     VERL leaves these out while it loads the data.
     """
-    from data.prepare_parquet import Problem, split_by_length
-
     problems = [Problem(row["prompt"], "", f"prompt {number}") for number, row in enumerate(rows, start=1)]
     return len(split_by_length(problems, tokenizer, limit, kwargs)[1])
 

@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_ROOT = str(Path(__file__).resolve().parents[1])  # Ray workers start in other folders
-if _ROOT not in sys.path:
-    sys.path.insert(0, _ROOT)
-from Gradient_evaluation.errors import UserError  # noqa: E402
-from Gradient_evaluation.integer_answer import final_reply, parse_integer_answer  # noqa: E402
-from Gradient_evaluation.utils import REWARDS, last_boxed, parse_last_integer  # noqa: E402
+if str(Path(__file__).resolve().parents[1]) not in sys.path:  # Ray's workers start in other folders
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.integer_answer import final_reply, parse_integer_answer
+from Gradient_evaluation.utils import REWARDS, last_boxed, parse_last_integer
 
 DATA_SOURCES = {
     "arithmetic": "integer",

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.cli import Parser, group_sizes, integer, run
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.files import one_line_errors, write_json
-from Policy_Optimization.settings import BUDGETS, SETTINGS, training_law
+from Policy_Optimization.overrides import training_law
+from Policy_Optimization.settings import BUDGETS, SETTINGS
 
 IN_TRAINING = {  # entry of the law -> how the training sets it
     "model": "MODEL",

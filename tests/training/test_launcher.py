@@ -8,20 +8,28 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from chat_tokenizer import save_chat_tokenizer
 
 from data.make_arithmetic import make_problems
-from data.prepare_parquet import KINDS, Problem, to_parquet
+from data.prepare_parquet import parse_args
+from data.verl_parquet import Problem, to_parquet
 from Gradient_evaluation.errors import UserError
 from Policy_Optimization import launch, run_folder
-from Policy_Optimization.settings import hydra_value, read_settings, verl_overrides
+from Policy_Optimization.overrides import hydra_value, verl_overrides
+from Policy_Optimization.settings import read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "Policy_Optimization" / "grpo_train.sh"
 FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"  # of the length of a W&B key
+
+
+def parquet(rows, split, data_source="arithmetic", reward="integer") -> bytes:
+    """The bytes of a file that prepare_parquet.py would write of these rows."""
+    return to_parquet(rows, split, replace(parse_args(["arithmetic"]), data_source=data_source, reward=reward))
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +41,7 @@ def place(tmp_path_factory):
     (folder / "my model" / "model.safetensors").write_bytes(b"weights")
     rows = [Problem(row["prompt"], str(row["ground_truth"]), "") for row in make_problems(72, seed=0)]
     for split, part in (("train", rows[:64]), ("val", rows[64:])):
-        (folder / f"{split}.parquet").write_bytes(to_parquet(part, split, KINDS["arithmetic"], "arithmetic", "integer"))
+        (folder / f"{split}.parquet").write_bytes(parquet(part, split))
     return folder
 
 
@@ -201,13 +209,13 @@ def faults(place):
     (place / "rows.jsonl").write_text('{"prompt": "1?", "ground_truth": 1}\n')
     (place / "text.parquet").write_text("not parquet")
     pyarrow.parquet.write_table(pyarrow.table({"question": ["a"]}), place / "other.parquet")
-    (place / "empty.parquet").write_bytes(to_parquet([], "val", KINDS["arithmetic"], "arithmetic", "integer"))
+    (place / "empty.parquet").write_bytes(parquet([], "val"))
     save_chat_tokenizer(place / "bare model")
     rows = [Problem([{"role": "user", "content": "1?"}], "none", "")] * 40
-    (place / "answers.parquet").write_bytes(to_parquet(rows, "train", KINDS["arithmetic"], "arithmetic", "integer"))
+    (place / "answers.parquet").write_bytes(parquet(rows, "train"))
     rows = [Problem([{"role": "user", "content": "1?"}], "1", "")] * 40
-    (place / "poetry.parquet").write_bytes(to_parquet(rows, "train", KINDS["jsonl"], "poetry", "poetry"))
-    (place / "few.parquet").write_bytes(to_parquet(rows[:31], "train", KINDS["arithmetic"], "arithmetic", "integer"))
+    (place / "poetry.parquet").write_bytes(parquet(rows, "train", "poetry", "poetry"))
+    (place / "few.parquet").write_bytes(parquet(rows[:31], "train"))
     table = pyarrow.parquet.read_table(place / "train.parquet")
     large = table.set_column(0, "data_source", table["data_source"].cast(pyarrow.large_string()))
     pyarrow.parquet.write_table(large, place / "large.parquet")
@@ -377,7 +385,7 @@ def test_the_flags_that_are_said_to_fit_do(place, tmp_path, capsys, rows, change
     needs_verl()
     problems = [Problem(row["prompt"], str(row["ground_truth"]), "") for row in make_problems(rows, seed=1)]
     few = tmp_path / "few.parquet"
-    few.write_bytes(to_parquet(problems, "train", KINDS["arithmetic"], "arithmetic", "integer"))
+    few.write_bytes(parquet(problems, "train"))
     with pytest.raises(UserError, match=message) as error:
         dry_run(place, train_files=few, **changes)
     dry_run(place, *str(error.value).partition(message)[2].split(), train_files=few, **changes)

@@ -17,7 +17,8 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.oracle_table import load_dataset_rows
 from Gradient_evaluation.utils import format_prompt
 from Policy_Optimization import checks, launch, run_folder
-from Policy_Optimization.settings import read_settings, verl_overrides
+from Policy_Optimization.overrides import verl_overrides
+from Policy_Optimization.settings import read_settings
 
 
 def with_template(place, template, tmp_path):  # noqa: F811
@@ -307,7 +308,7 @@ def test_a_training_keeps_the_date_it_began_with_where_its_template_can_be_given
 
     def pinned(previous, *flags):
         settings = read_settings(["--model", str(model), *flags], {})
-        notes = launch.pin_date(settings, previous)
+        settings, notes = launch.pin_date(settings, previous)
         return settings.chat_template_kwargs, notes, verl_overrides(settings)
 
     on_day(0)

@@ -11,7 +11,8 @@ import pytest
 from chat_tokenizer import save_chat_tokenizer
 
 from data.make_arithmetic import make_problems
-from data.prepare_parquet import answer_text, main
+from data.prepare_parquet import main
+from data.verl_parquet import answer_text
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.oracle_table import load_dataset_rows
 from Gradient_evaluation.utils import REWARDS

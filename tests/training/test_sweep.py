@@ -11,7 +11,7 @@ import pytest
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.stats.group_size import group_size_law
-from Policy_Optimization.settings import training_law
+from Policy_Optimization.overrides import training_law
 from Policy_Optimization.sweep_manifest import (
     admissible_sizes,
     check_same_law,
