@@ -59,7 +59,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _flush_output(more: str = "") -> None:
-    """Write what is printed so far, and ``more``. Raises UserError where that fails: a full disk, or a pipe that nobody reads."""
+    """Write what is printed so far, and ``more``. UserError where that fails: a full disk, or a pipe that nobody reads."""
     try:
         sys.stdout.write(more)
         sys.stdout.flush()
