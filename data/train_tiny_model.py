@@ -31,9 +31,9 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.make_arithmetic import KINDS, draw_problem, write_prompt  # noqa: E402
-from Gradient_evaluation.cli import Parser, integer, number, run  # noqa: E402
-from Gradient_evaluation.errors import UserError  # noqa: E402
+from data.make_arithmetic import KINDS, draw_problem, write_prompt
+from Gradient_evaluation.cli import Parser, integer, number, run
+from Gradient_evaluation.errors import UserError
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # the names Qwen gives them
 CHAT_TEMPLATE = (
