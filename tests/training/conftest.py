@@ -11,7 +11,7 @@ from data.verl_parquet import Problem
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     """A folder with spaces in its name: model folder, train.parquet (64 rows), val.parquet (8)."""
-    folder = tmp_path_factory.mktemp("a inputs") / "with 'quotes' and spaces"
+    folder = tmp_path_factory.mktemp("the inputs") / "with 'quotes' and spaces"
     folder.mkdir()
     save_chat_tokenizer(folder / "my model")
     (folder / "my model" / "model.safetensors").write_bytes(b"weights")

@@ -94,7 +94,7 @@ def test_the_papers_estimator_is_unnormalised_in_verl():
     assert advantage[7, 0].item() == pytest.approx(-0.4286, abs=1e-4)
 
 
-def test_a_flag_beats_the_environment_and_the_environment_beats_the_default():
+def test_a_flag_beats_a_variable_and_both_beat_the_default():
     settings = read_settings(["--learning_rate", "3e-6"], {"LEARNING_RATE": "1e-5", "GROUP_SIZE": "16", "SEED": " "})
     assert (settings.learning_rate, settings.group_size, settings.seed) == (3e-6, 16, 0)
     assert [settings.origin[name] for name in ("learning_rate", "group_size", "seed")] == ["flag", "environment", "default"]
@@ -372,7 +372,7 @@ def test_the_flags_that_are_said_to_fit_do(inputs, tmp_path, capsys, rows, chang
     assert "all checks passed" in capsys.readouterr().out
 
 
-def test_a_dry_run_prints_command_and_settings_and_writes_nothing(inputs, capsys):
+def test_a_dry_run_prints_the_settings_and_writes_nothing(inputs, capsys):
     needs_verl()
     before = sorted(inputs.rglob("*"))
     dry_run(inputs, "--estimator", "paper", environment={"HOME": str(inputs), "WANDB_API_KEY": FAKE_KEY})
@@ -390,7 +390,7 @@ def test_a_dry_run_prints_command_and_settings_and_writes_nothing(inputs, capsys
     assert FAKE_KEY not in shown.out + shown.err and sorted(inputs.rglob("*")) == before
 
 
-def test_the_printed_command_is_one_verl_composes_to_the_same_paths(inputs, capsys):
+def test_verl_composes_the_printed_command_to_the_same_paths(inputs, capsys):
     needs_verl()
     import shlex
 
@@ -408,7 +408,7 @@ def test_the_printed_command_is_one_verl_composes_to_the_same_paths(inputs, caps
 # W&B
 
 
-def test_without_a_key_wandb_goes_offline_and_with_one_it_does_not(tmp_path):
+def test_wandb_goes_offline_without_a_key(tmp_path):
     home = {"HOME": str(tmp_path)}
     assert run_folder.wandb_mode(home) == "offline"
     assert run_folder.wandb_mode({**home, "WANDB_API_KEY": FAKE_KEY}) == "online"
@@ -461,7 +461,7 @@ def test_training_continues_from_the_newest_complete_checkpoint(tmp_path, comple
     assert (int(file.read_text()) if file.exists() else None) == expected
 
 
-def test_a_checkpoint_is_not_continued_under_other_settings_but_longer_training_is(tmp_path):
+def test_a_checkpoint_is_continued_under_its_own_settings_only(tmp_path):
     run_folder.start_attempt(tmp_path, {}, ["a.lr=1", "trainer.total_epochs=2"])
     run = run_folder.read_run(tmp_path)
     run_folder.check_same_run(tmp_path, run, ["a.lr=2"], False)  # no checkpoint yet: nothing to spoil
@@ -536,7 +536,7 @@ def shell(inputs, tmp_path):
 CPU = ("--", "trainer.device=cpu", "+x.text='a  b'")
 
 
-def test_the_script_runs_logs_finishes_and_does_not_start_a_finished_run(shell, tmp_path):
+def test_the_script_logs_and_starts_no_finished_run(shell, tmp_path):
     out, err = (first := shell("work", *CPU)).communicate()
     assert first.returncode == 0, err
     called = (tmp_path / "witness").read_text().split("\0")
@@ -555,7 +555,7 @@ def test_the_script_runs_logs_finishes_and_does_not_start_a_finished_run(shell, 
 
 
 @pytest.mark.slow
-def test_a_failing_trainer_gives_its_exit_code_and_the_next_attempt_its_own_log(shell, tmp_path):
+def test_a_failure_keeps_its_exit_code_and_its_log(shell, tmp_path):
     _, err = (failed := shell("fail", *CPU)).communicate()
     assert failed.returncode == 7 and "ended with code 7" in err and not (tmp_path / "my run" / "finished").exists()
     again = shell("work", *CPU)

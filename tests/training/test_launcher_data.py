@@ -130,7 +130,7 @@ ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollou
         ([f"{ROLLOUT}.log_prob_use_dynamic_bsz=False"], "log_prob_use_dynamic_bsz=False"),
     ],
 )
-def test_under_dynamic_batches_the_longest_sequence_fits_the_tokens_of_a_gpu(overrides, named):
+def test_the_longest_sequence_fits_the_tokens_of_a_gpu(overrides, named):
     cfg = composed(*overrides)
     from Policy_Optimization.verl_config import check_token_budgets
 
@@ -147,7 +147,7 @@ def test_lora_is_checked_on_a_machine_without_vllm(inputs, capsys):
     assert "all checks passed" in capsys.readouterr().out
 
 
-def test_flash_attention_is_missed_before_a_node_is_booked_unless_another_is_asked_for():
+def test_missing_flash_attention_is_named_unless_not_needed():
     import importlib.util
 
     cfg = composed()
@@ -163,7 +163,7 @@ def test_flash_attention_is_missed_before_a_node_is_booked_unless_another_is_ask
 # a checkpoint of other GPUs
 
 
-def test_a_checkpoint_of_eight_gpus_is_not_continued_on_four_whatever_flag_insists(inputs, tmp_path):
+def test_a_checkpoint_of_eight_gpus_is_not_continued_on_four(inputs, tmp_path):
     checkpoint(tmp_path, 5)
     actor = tmp_path / "checkpoints" / "global_step_5" / "actor"
     for rank in range(8):
@@ -198,7 +198,7 @@ def test_an_empty_system_message_is_written_and_taken(tmp_path):
         checks.check_rows([{**train[0], "prompt": [{"role": "user", "content": ""}]}], "x.parquet", "train_files", None)
 
 
-def test_verl_renders_tool_calls_of_the_parquet_file_as_the_evaluation_renders_the_rows(inputs, tmp_path):
+def test_verl_renders_tool_calls_as_the_evaluation_does(inputs, tmp_path):
     needs_verl()
     from omegaconf import OmegaConf
     from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -257,7 +257,7 @@ def test_messages_that_verl_would_render_otherwise_are_refused(inputs, tmp_path)
         ({"prompt": [*CALLED[:1], {"role": "assistant", "content": "The sum"}]}, "ends with a message of the assistant"),
     ],
 )
-def test_what_verl_cannot_carry_is_refused_when_it_is_written_and_when_it_is_read(tmp_path, change, message):
+def test_what_verl_cannot_carry_is_not_written_and_not_read(tmp_path, change, message):
     row = {"prompt": CALLED[:1], "ground_truth": 5, **change}
     source = write_jsonl(tmp_path / "a.jsonl", [row])
     with pytest.raises(UserError, match=f"a.jsonl, line 1: .*{message}"):
@@ -267,7 +267,7 @@ def test_what_verl_cannot_carry_is_refused_when_it_is_written_and_when_it_is_rea
         checks.check_rows([known], "x.parquet", "train_files", None)
 
 
-def test_a_variable_is_counted_with_and_one_that_nothing_reads_is_refused(inputs, tmp_path, capsys):
+def test_template_variables_are_counted_unread_ones_refused(inputs, tmp_path, capsys):
     model = with_template(inputs, USES_TOOLS, tmp_path)
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": CALLED[:1], "ground_truth": 5}])
     with pytest.raises(UserError, match="--chat_template_kwargs: pass --model"):
@@ -302,7 +302,7 @@ def test_variables_reach_verl_as_they_were_given():
         verl_overrides(read_settings([], {"CHAT_TEMPLATE_KWARGS": '{"a b": 1}'}))
 
 
-def test_a_training_keeps_the_date_it_began_with_where_its_template_can_be_given_one(inputs, tmp_path, on_day, capsys):
+def test_a_training_keeps_the_date_it_began_with(inputs, tmp_path, on_day, capsys):
     needs_verl()
     model = with_template(inputs, LLAMA_3, tmp_path)
 
