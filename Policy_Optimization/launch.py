@@ -2,9 +2,9 @@
 
     python Policy_Optimization/launch.py --plan FOLDER [settings as grpo_train.sh] [-- VERL overrides]
 
-Under --dry_run it prints the command and the settings that matter. Otherwise it prepares the run folder and
-leaves python's arguments and the environment in FOLDER, as NUL-terminated texts that the shell can read whatever
-is in a path; a run that is finished already leaves nothing there.
+Under --dry_run it prints the command and the settings that matter. Otherwise it prepares the run folder, and writes python's
+arguments and the environment to FOLDER for the shell. Each text ends with NUL, so a path may hold any character. For a run
+that is finished it writes nothing.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ from Policy_Optimization.settings import Settings, read_settings
 
 
 def check_settings(settings: Settings, environment: Mapping[str, str]) -> list[str]:
-    """Everything that needs no VERL; returns notes for the user. UserError at the first fault."""
+    """Check what can be checked without VERL. Returns notes for the user; raises UserError at the first fault."""
     notes = []
     if settings.nnodes > 1 and not settings.ray_address:
-        raise UserError("--nnodes: more than one machine need a Ray cluster; start it and give --ray_address (README)")
+        raise UserError(
+            "--nnodes: several machines need a Ray cluster; start one and give --ray_address (docs/training.md, Several nodes)"
+        )
     config = checks.check_model(settings.model)
     if config is None:
-        notes.append(f"{settings.model} is taken for a hub id and was not looked up")
+        notes.append(f"{settings.model} is no local folder, so it is taken for a hub id; it was not looked up")
     else:
         tokens = settings.max_prompt_length + settings.max_response_length
         checks.check_model_fits(config, tokens, settings.tensor_parallel)
@@ -65,7 +67,7 @@ def check_settings(settings: Settings, environment: Mapping[str, str]) -> list[s
 
 
 def check_data(cfg: Any, settings: Settings) -> list[str]:
-    """The files VERL would read, after what follows ``--``: schema, answers, lengths, enough prompts for a step."""
+    """Check the files that VERL would read: schema, answers, lengths, and whether they have enough prompts for a step."""
     from omegaconf import OmegaConf
 
     notes = []
@@ -75,7 +77,7 @@ def check_data(cfg: Any, settings: Settings) -> list[str]:
         tokenizer = load_chat_tokenizer(settings.model)
         check_variables(tokenizer, kwargs)
         if prints_date(tokenizer, kwargs):
-            notes.append("the chat template prints the day's date, so VERL's prompts change from day to day")
+            notes.append("the chat template prints today's date, so VERL's prompts change from day to day")
     own_reward = cfg.reward.custom_reward_function.path == str(REWARD_FILE)
     for key, name in (("train_files", "train_files"), ("val_files", "val_files")):
         files = cfg.data[key] if not isinstance(cfg.data[key], str) else [cfg.data[key]]
@@ -124,7 +126,7 @@ def is_by_budget(settings: Settings) -> bool:
 
 
 def check_machine(cfg: Any, settings: Settings) -> None:
-    """Only before a real run: the packages training imports and, without a cluster, this machine's GPUs."""
+    """Check, before a real run, the packages that training imports and, without a cluster, this machine's GPUs."""
     missing = verl_config.missing_for_training(cfg)
     if missing:
         quoted = " ".join(shlex.quote(package) for package in missing)
@@ -141,7 +143,7 @@ def check_machine(cfg: Any, settings: Settings) -> None:
 
 
 def worker_overrides(variables: Mapping[str, str]) -> list[str]:
-    """Ray's own way to give variables to every worker, also where the cluster was started by someone else."""
+    """The overrides by which Ray gives the variables to every worker, also in a cluster that someone else started."""
     return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={hydra_value(text)}" for name, text in variables.items()]
 
 
@@ -219,7 +221,7 @@ def write_plan(plan: Path | None, command: Sequence[str], variables: Mapping[str
     parts = {
         "command": command,
         "environment": [f"{name}={text}" for name, text in variables.items()],
-        "places": [str(run_dir), str(log)],
+        "paths": [str(run_dir), str(log)],
     }
     for name, texts in parts.items():
         (plan / name).write_bytes(b"".join(os.fsencode(text) + b"\0" for text in texts))

@@ -19,7 +19,7 @@ from Policy_Optimization.settings import ESTIMATORS, Settings, value_without_fla
 
 REWARD_FILE = Path(__file__).resolve().parent / "reward_fn.py"
 KWARGS = "data.apply_chat_template_kwargs"
-IN_VERL = {  # key -> its name in the law of the evaluation
+IN_VERL = {  # key -> its name in the evaluation's sampling law
     "actor_rollout_ref.model.path": "model",
     "actor_rollout_ref.rollout.temperature": "temperature",
     "actor_rollout_ref.rollout.top_p": "top_p",
@@ -144,7 +144,7 @@ def _trainer(s: Settings) -> dict[str, Any]:
 def training_law(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, Any]:
     """The sampling law and reward of the training's rollouts, under the names the evaluation gives them.
 
-    environment: settings as variables. passed: what goes to VERL unchanged. reward None: what each row of the data says.
+    environment: settings as variables. passed: what goes to VERL unchanged. reward None: each row names its own.
     """
     law = {
         "model": value_without_flag("model", environment),
@@ -166,12 +166,12 @@ def training_law(environment: Mapping[str, str], passed: Sequence[str]) -> dict[
     model = str(law["model"])
     if Path(model).expanduser().is_dir():
         model = Path(model).expanduser().resolve().name
-    top_k = 0 if law["top_k"] == -1 else law["top_k"]  # VERL's for all tokens
+    top_k = 0 if law["top_k"] == -1 else law["top_k"]  # VERL writes -1 for all tokens
     return {**law, "model": model, "top_k": top_k, "chat_template_kwargs": kwargs or None}
 
 
 def _yaml(text: str) -> Any:
-    """The value of an override, as far as the law needs it: a number, True, False or null, else text."""
+    """The value of an override, as far as the sampling law needs it: a number, True, False or null, else text."""
     with contextlib.suppress(ValueError):
         return json.loads({"True": "true", "False": "false"}.get(text, text))
     return text.strip("'\"")

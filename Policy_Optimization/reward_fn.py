@@ -2,9 +2,9 @@
 
     reward.custom_reward_function.path=/abs/path/Policy_Optimization/reward_fn.py    (grpo_train.sh sets it)
 
-VERL loads this file by its path in every reward worker and calls ``compute_score``. Which reward judges a row
-is decided by, in this order: the keyword ``reward`` (+reward.custom_reward_function.reward_kwargs.reward=math),
-the row's extra_info["reward"] (prepare_parquet.py writes it), and DATA_SOURCES. Safe in worker threads.
+VERL loads this file by its path in every reward worker and calls ``compute_score``. The reward of a row is named by the
+first of these that is there: the keyword ``reward`` (+reward.custom_reward_function.reward_kwargs.reward=math), the row's
+extra_info["reward"] (prepare_parquet.py writes it), and DATA_SOURCES. Safe in worker threads.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from Gradient_evaluation.runs.files import one_line_errors, write_json
 from Policy_Optimization.overrides import training_law
 from Policy_Optimization.settings import BUDGETS, SETTINGS
 
-IN_TRAINING = {  # entry of the law -> how the training sets it
+IN_TRAINING = {  # entry of the sampling law -> how the training sets it
     "model": "MODEL",
     "temperature": "TEMPERATURE",
     "max_new_tokens": "MAX_RESPONSE_LENGTH",
@@ -54,17 +54,17 @@ def recommended_sizes(results: Mapping[str, Any], name: str, budgets: Sequence[i
     The result is powers_of_two. Without them it is the powers of two inside within_10_percent, and without these the one next
     to G_star on a logarithmic scale. Raises UserError, in one line, where the file recommends nothing.
     """
-    law = results.get("group_size_law")
-    if not isinstance(law, Mapping):
+    group_size_law = results.get("group_size_law")
+    if not isinstance(group_size_law, Mapping):
         raise UserError(f"{name}: holds no group_size_law, so nothing is recommended; give --group_sizes")
     allowed = admissible_sizes(budgets)
-    listed, within, best = law.get("powers_of_two"), law.get("within_10_percent"), law.get("G_star")
+    listed, within, best = (group_size_law.get(name) for name in ("powers_of_two", "within_10_percent", "G_star"))
     wanted = {size for size in listed if size in allowed} if isinstance(listed, list) else set()
     if not wanted and _is_interval(within):
         wanted = {size for size in allowed if within[0] <= size <= within[1]}
     if not wanted and _is_number(best) and best > 0:
         wanted = {min(allowed, key=lambda size: abs(math.log(size / best)))} if allowed else set()
-    if not wanted and best is None and isinstance(reason := (law.get("reasons") or {}).get("G_star"), str):
+    if not wanted and best is None and isinstance(reason := (group_size_law.get("reasons") or {}).get("G_star"), str):
         raise UserError(f"{name}: group_size_law recommends no size: {reason}; give --group_sizes")
     if not wanted:
         raise UserError(f"{name}: group_size_law recommends no admissible size ({allowed}); give --group_sizes")
@@ -81,7 +81,7 @@ def check_same_law(results: Mapping[str, Any], name: str, training: Mapping[str,
 
     law = results.get("law")
     if not isinstance(law, Mapping):
-        return [f"{name}: does not say under which law it was measured; taken as made under the training's"]
+        return [f"{name}: does not say under which sampling law it was measured; it is taken to be the training's"]
     differences = []
     for entry, here in training.items():
         there = law.get(entry, ADDED_LATER.get(entry))
@@ -92,7 +92,7 @@ def check_same_law(results: Mapping[str, Any], name: str, training: Mapping[str,
         differences.append(f"measured with {entry} {json.dumps(there)}, training has {setting} {json.dumps(here)}")
     if differences and not allow_mismatch:
         raise UserError(
-            f"{name}: {'; '.join(differences)}; measure under the training's law, train under the file's, or pass "
+            f"{name}: {'; '.join(differences)}; measure under the training's sampling law, train under the file's, or pass "
             "--allow_mismatch"
         )
     return [f"{name}: {'; '.join(differences)}; going on as --allow_mismatch says"] if differences else []
@@ -205,7 +205,7 @@ def parse_args(arguments: Sequence[str] | None) -> SweepSettings:
     parser.add_argument(
         "--allow_mismatch",
         action="store_true",
-        help="take a recommendation that was measured under another law than the training's",
+        help="take a recommendation that was measured under another sampling law than the training's",
     )
     parser.add_argument("--seeds", nargs="+", type=integer(0), default=[0], help="one run each (default 0)")
     defaults = {setting.name: setting.default for setting in SETTINGS}

@@ -92,13 +92,13 @@ def parse_args(arguments: Sequence[str] | None) -> Settings:
     return settings
 
 
-def summarise(runs: dict, sizes: Sequence[int], budget: int, law: dict | None) -> list[dict]:
+def summarise(runs: dict, sizes: Sequence[int], budget: int, group_size_law: dict | None) -> list[dict]:
     """Rows {G, B, seeds, held_out_reward, standard_error, train_reward, silent_share, predicted_mse}, one per G."""
     import numpy as np
 
     from Gradient_evaluation.runs.group_size_report import budget_table
 
-    predicted = {row["G"]: row["mse"] for row in budget_table(law, budget)} if law else {}
+    predicted = {row["G"]: row["mse"] for row in budget_table(group_size_law, budget)} if group_size_law else {}
     rows = []
     for size in sizes:
         mine = [entry for entry in runs.values() if entry["G"] == size]
@@ -133,7 +133,7 @@ def table(rows: list[dict], start: float) -> str:
     return "\n".join(lines)
 
 
-def load_law(path: str, settings: dict) -> dict:
+def load_group_size_law(path: str, settings: dict) -> dict:
     """The group_size_law of a results JSON; a note on stderr where its sampling law or its model is another one."""
     from plots.plot_group_size import check_law
     from plots.plot_tracecov import load_results
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check_prompt_length(model_limits(settings.model, None)[0], longest, settings.max_new_tokens)
     task = Task(problems, tokenizer, law)
     stored = {**{name: getattr(settings, name) for name in STORED}, "model_fingerprint": fingerprint(start)}
-    predicted = load_law(settings.results, stored) if settings.results else None
+    predicted = load_group_size_law(settings.results, stored) if settings.results else None
     saved = load_runs(Path(settings.out), stored, settings.overwrite)
     if saved["start"] is None:
         saved["start"] = held_out_reward(start, task, settings)

@@ -37,7 +37,7 @@ class Problem(NamedTuple):
 
 
 def read_source(source: str, split: str, configuration: str | None) -> Iterator[Record]:
-    """Records of a local file or folder, or of a hub data set (with its configuration, where it has several)."""
+    """The rows of a local file or folder, or of a hub data set (with its configuration, where it has several)."""
     if configuration is None or Path(source).expanduser().exists():
         yield from read_records(source, split)
         return
@@ -194,7 +194,7 @@ def shared_prompts(train: Sequence[Problem], val: Sequence[Problem]) -> list[Pro
 
 
 def prompt_type(problems: Sequence[Problem]):
-    """The parquet type of the prompts: role and content, and what other fields their messages have."""
+    """The parquet type of the prompts: role, content, and the other fields that their messages have."""
     import pyarrow
 
     text = pyarrow.string()
@@ -211,7 +211,7 @@ def prompt_type(problems: Sequence[Problem]):
 
 
 def as_verl_reads(problems: dict[str, list[Problem]]) -> dict[str, list[Problem]]:
-    """The problems with the messages that come back from parquet: in each the fields of all, null where it has none."""
+    """The problems as they come back from parquet: every message has the fields of all messages, null where it had none."""
     import pyarrow
 
     kind = prompt_type([problem for rows in problems.values() for problem in rows])
@@ -286,8 +286,8 @@ def hold_out(rows: Sequence[Problem], source: str, settings: Settings) -> dict[s
     }
 
 
-def keep_short(problems: dict[str, list[Problem]], settings) -> dict[str, list[Problem]]:
-    """Refuse or drop, as --overlong says, the prompts of more than --max_prompt_length tokens of --model."""
+def keep_short(problems: dict[str, list[Problem]], settings: Settings) -> dict[str, list[Problem]]:
+    """The problems whose prompts have at most --max_prompt_length tokens of --model; --overlong decides about the others."""
     more = [row.where for rows in problems.values() for row in rows for message in row.messages if len(message) > 2]
     if not settings.model and (more or settings.chat_template_kwargs):
         what = f"{more[0]}: has messages with more than role and content" if more else FLAG
@@ -295,11 +295,11 @@ def keep_short(problems: dict[str, list[Problem]], settings) -> dict[str, list[P
     if not settings.model:
         warn_on_stderr("prompt lengths are not checked; pass --model to count them in its tokens")
         return problems
-    tokenizer, kept = load_chat_tokenizer(settings.model), {}
+    tokenizer, short = load_chat_tokenizer(settings.model), {}
     check_variables(tokenizer, settings.chat_template_kwargs)
     problems = as_verl_reads(problems) if more else problems
     for split, rows in problems.items():
-        kept[split], long = split_by_length(rows, tokenizer, settings.max_prompt_length, settings.chat_template_kwargs)
+        short[split], long = split_by_length(rows, tokenizer, settings.max_prompt_length, settings.chat_template_kwargs)
         if long and settings.overlong == "refuse":
             raise UserError(
                 f"{long[0].where}: {len(long)} of {len(rows)} {split} prompts, this one first, are longer than "
@@ -307,7 +307,7 @@ def keep_short(problems: dict[str, list[Problem]], settings) -> dict[str, list[P
             )
         if long:
             warn_on_stderr(f"dropped {len(long)} {split} prompts of more than {settings.max_prompt_length} tokens")
-    return kept
+    return short
 
 
 def without_shared(problems: dict[str, list[Problem]], settings: Settings) -> dict[str, list[Problem]]:

@@ -57,8 +57,11 @@ def load_runs(path: str | Path, metric: str | None = None) -> list[Run]:
     return [_run(path.stem, _jsonl_rows(path), metric, path)]
 
 
-def _run(name: str, rows: Rows, metric: str | None, path: Path, size: int | None = None, seed: int | None = None) -> Run:
-    """Pick the metric out of ``rows``; later rows replace earlier ones of the same step."""
+def _run(name: str, rows: Rows, metric: str | None, path: Path, known: tuple[int | None, int | None] = (None, None)) -> Run:
+    """The run whose log has these rows; a later row replaces an earlier one of the same step.
+
+    known: G and seed; where one is None, it is read from ``name``.
+    """
     names = {key for _, metrics in rows for key in metrics}
     if metric is None:
         found = sorted(key for key in names if VALIDATION.fullmatch(key))
@@ -70,10 +73,10 @@ def _run(name: str, rows: Rows, metric: str | None, path: Path, size: int | None
     accuracy = {step: metrics[metric] for step, metrics in rows if metric in metrics}
     if not accuracy:
         raise UserError(f"{path}: holds no values of {metric}")
-    if size is None and (match := NAME.search(name)):
-        size = int(match[1])
-    if seed is None and (match := SEED.search(name)):
-        seed = int(match[1])
+    size, seed = (
+        int(match[1]) if value is None and (match := pattern.search(name)) else value
+        for value, pattern in zip(known, (NAME, SEED))
+    )
     return Run(name, size, seed, dict(sorted(accuracy.items())))
 
 
@@ -103,7 +106,7 @@ def _manifest_runs(path: Path, metric: str | None) -> list[Run]:
     for run_dir, size, seed in planned:
         rows = _attempts(path.parent / run_dir / "logs")
         if any(VALIDATION.fullmatch(key) or key == metric for _, metrics in rows for key in metrics):
-            runs.append(_run(run_dir, rows, metric, path, size, seed))
+            runs.append(_run(run_dir, rows, metric, path, (size, seed)))
     if not runs:
         raise UserError(f"{path}: no run of it has logged a validation yet")
     return runs
@@ -131,8 +134,8 @@ def _folder_runs(folder: Path, metric: str | None) -> list[Run]:
     if (folder / "logs").is_dir():
         if not list((folder / "logs").glob(METRICS)):
             raise UserError(f'{folder}: has no logs/{METRICS}; train with "file" in trainer.logger, as the launcher does')
-        size, seed = _run_json(folder / "run.json")
-        return [_run(folder.resolve().name, _attempts(folder / "logs"), metric, folder, size, seed)]
+        known = _run_json(folder / "run.json")
+        return [_run(folder.resolve().name, _attempts(folder / "logs"), metric, folder, known)]
     raise UserError(f"{folder}: is no run folder (no logs/) and no sweep (no manifest.json)")
 
 

@@ -139,7 +139,7 @@ def test_a_results_file_of_an_earlier_version():
     old = {name: value for name, value in MEASURED.items() if name != "chat_template_kwargs"}
     assert check_same_law({"law": old}, "r.json", training, False) == []
     (warning,) = check_same_law({}, "r.json", training, False)
-    assert "does not say under which law" in warning
+    assert "does not say under which sampling law" in warning
 
 
 def test_the_sweep_refuses_another_sampling_law(tmp_path):
@@ -236,7 +236,7 @@ done
 mkdir -p "$run/logs"
 printf '%s\\0' -m verl.trainer.main_ppo "$@" >"$plan/command"
 printf 'WANDB_MODE=disabled\\0' >"$plan/environment"
-printf '%s\\0' "$run" "$run/logs/console_1.log" >"$plan/places"
+printf '%s\\0' "$run" "$run/logs/console_1.log" >"$plan/paths"
 """
 
 
