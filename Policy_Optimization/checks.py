@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.prepare_parquet import refuse_for_verl
+from data.verl_parquet import Problem, refuse_for_verl, split_by_length
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.files import one_line_errors
 from Gradient_evaluation.utils import REWARDS, normalise_prompt
@@ -52,8 +52,8 @@ def read_training_file(path: str | Path, name: str) -> list[dict[str, Any]]:
 def check_loads_together(paths: Sequence[str | Path], name: str) -> None:
     """UserError, naming the file, where VERL's loader cannot read one of the files or join it to the first.
 
-    VERL reads each with ``datasets`` and concatenates them. That is done here with one row of each, because the types
-    of the columns decide: string and large_string, for one, are not joined.
+    VERL reads each file with ``datasets`` and concatenates them. The same is done here with one row of each file, because
+    only the types of the columns matter: string and large_string, for example, cannot be joined.
     """
     import datasets
     import pyarrow
@@ -115,7 +115,9 @@ def check_model(model: str) -> dict[str, Any] | None:
     with one_line_errors(folder, "read"):
         names = {path.name for path in folder.iterdir()}
     if "config.json" not in names:
-        raise UserError(f"--model {folder}: has no config.json; a checkpoint must be merged first (README)")
+        raise UserError(
+            f"--model {folder}: has no config.json; merge a checkpoint first (docs/training.md, A checkpoint as a model)"
+        )
     if not any(name.endswith((".safetensors", ".bin")) for name in names):
         raise UserError(f"--model {folder}: has no weights (*.safetensors or *.bin)")
     if not names & {"tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"}:
@@ -144,14 +146,12 @@ def count_overlong(rows: Sequence[Mapping[str, Any]], tokenizer, limit: int, kwa
 
     VERL leaves these out while it loads the data.
     """
-    from data.prepare_parquet import Problem, split_by_length
-
     problems = [Problem(row["prompt"], "", f"prompt {number}") for number, row in enumerate(rows, start=1)]
     return len(split_by_length(problems, tokenizer, limit, kwargs)[1])
 
 
 def check_no_secret(overrides: Sequence[str], environment: Mapping[str, str]) -> None:
-    """UserError, without showing it, if a key stands among the overrides: VERL prints and stores all of them."""
+    """UserError if an override holds a key, because VERL prints and stores all overrides. The message does not show the key."""
     keys = [environment.get(name, "") for name in ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")]
     for override in overrides:
         name = override.partition("=")[0]

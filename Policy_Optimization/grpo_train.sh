@@ -92,8 +92,8 @@ trap 'rm -rf -- "$plan"' EXIT
 
 mapfile -d '' -t command <"$plan/command"
 mapfile -d '' -t environment <"$plan/environment"
-mapfile -d '' -t places <"$plan/places"
-run_dir="${places[0]}" log="${places[1]}"
+mapfile -d '' -t paths <"$plan/paths"
+run_dir="${paths[0]}" log="${paths[1]}"
 for variable in "${environment[@]}"; do
   export "${variable?}"
 done

@@ -2,9 +2,9 @@
 
     python Policy_Optimization/launch.py --plan FOLDER [settings as grpo_train.sh] [-- VERL overrides]
 
-Under --dry_run it prints the command and the settings that matter. Otherwise it prepares the run folder and
-leaves python's arguments and the environment in FOLDER, as NUL-terminated texts that the shell can read whatever
-is in a path; a run that is finished already leaves nothing there.
+Under --dry_run it prints the command and the settings that matter. Otherwise it prepares the run folder, and writes python's
+arguments and the environment to FOLDER for the shell. Each text ends with NUL, so a path may hold any character. For a run
+that is finished it writes nothing.
 """
 
 from __future__ import annotations
@@ -14,37 +14,41 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.prepare_parquet import load_chat_tokenizer  # noqa: E402
-from Gradient_evaluation.chat_template import check_variables, date_string, prints_date  # noqa: E402
-from Gradient_evaluation.cli import run as run_main  # noqa: E402
-from Gradient_evaluation.errors import UserError  # noqa: E402
-from Policy_Optimization import checks, verl_config  # noqa: E402
+from data.verl_parquet import load_chat_tokenizer
+from Gradient_evaluation.chat_template import check_variables, date_string, prints_date
+from Gradient_evaluation.cli import run as run_main
+from Gradient_evaluation.errors import UserError
+from Policy_Optimization import checks, verl_config
+from Policy_Optimization.overrides import REWARD_FILE, hydra_value, verl_overrides
 from Policy_Optimization.run_folder import (
     check_same_gpus,
     check_same_run,
     is_finished,
-    last_checkpoint,  # noqa: E402
+    last_checkpoint,
     last_value,
     read_run,
     run_environment,
     start_attempt,
     wandb_mode,
 )
-from Policy_Optimization.settings import Settings, hydra_value, read_settings, verl_overrides  # noqa: E402
+from Policy_Optimization.settings import Settings, read_settings
 
 
 def check_settings(settings: Settings, environment: Mapping[str, str]) -> list[str]:
-    """Everything that needs no VERL; returns notes for the user. UserError at the first fault."""
+    """Check what can be checked without VERL. Returns notes for the user; raises UserError at the first fault."""
     notes = []
     if settings.nnodes > 1 and not settings.ray_address:
-        raise UserError("--nnodes: more than one machine need a Ray cluster; start it and give --ray_address (README)")
+        raise UserError(
+            "--nnodes: several machines need a Ray cluster; start one and give --ray_address (docs/training.md, Several nodes)"
+        )
     config = checks.check_model(settings.model)
     if config is None:
-        notes.append(f"{settings.model} is taken for a hub id and was not looked up")
+        notes.append(f"{settings.model} is no local folder, so it is taken for a hub id; it was not looked up")
     else:
         tokens = settings.max_prompt_length + settings.max_response_length
         checks.check_model_fits(config, tokens, settings.tensor_parallel)
@@ -63,7 +67,7 @@ def check_settings(settings: Settings, environment: Mapping[str, str]) -> list[s
 
 
 def check_data(cfg: Any, settings: Settings) -> list[str]:
-    """The files VERL would read, after what follows ``--``: schema, answers, lengths, enough prompts for a step."""
+    """Check the files that VERL would read: schema, answers, lengths, and whether they have enough prompts for a step."""
     from omegaconf import OmegaConf
 
     notes = []
@@ -73,8 +77,8 @@ def check_data(cfg: Any, settings: Settings) -> list[str]:
         tokenizer = load_chat_tokenizer(settings.model)
         check_variables(tokenizer, kwargs)
         if prints_date(tokenizer, kwargs):
-            notes.append("the chat template prints the day's date, so VERL's prompts change from day to day")
-    own_reward = cfg.reward.custom_reward_function.path == str(Path(__file__).resolve().parent / "reward_fn.py")
+            notes.append("the chat template prints today's date, so VERL's prompts change from day to day")
+    own_reward = cfg.reward.custom_reward_function.path == str(REWARD_FILE)
     for key, name in (("train_files", "train_files"), ("val_files", "val_files")):
         files = cfg.data[key] if not isinstance(cfg.data[key], str) else [cfg.data[key]]
         usable = too_long = 0
@@ -100,20 +104,20 @@ def check_data(cfg: Any, settings: Settings) -> list[str]:
     return notes
 
 
-def pin_date(settings: Settings, previous: Mapping[str, Any]) -> list[str]:
-    """Give a template that prints today's date the date the run began with; returns the note that says so.
+def pin_date(settings: Settings, previous: Mapping[str, Any]) -> tuple[Settings, list[str]]:
+    """Where the chat template prints today's date: settings with the date the run began with, and a note that says so.
 
     Only for a local model whose template reads the variable date_string: VERL passes no function on.
     """
     key, kwargs = "data.apply_chat_template_kwargs.date_string", settings.chat_template_kwargs or {}
     if not Path(settings.model).is_dir() or any(key in override for override in settings.passed):
-        return []
+        return settings, []
     today = date_string(load_chat_tokenizer(settings.model), kwargs)
     if today is None:
-        return []
+        return settings, []
     date = last_value(previous, key) or today
-    settings.values["chat_template_kwargs"] = {**kwargs, "date_string": date}
-    return [f"the chat template prints the date; this run keeps {date}, also when it is continued"]
+    settings = replace(settings, chat_template_kwargs={**kwargs, "date_string": date})
+    return settings, [f"the chat template prints the date; this run keeps {date}, also when it is continued"]
 
 
 def is_by_budget(settings: Settings) -> bool:
@@ -122,7 +126,7 @@ def is_by_budget(settings: Settings) -> bool:
 
 
 def check_machine(cfg: Any, settings: Settings) -> None:
-    """Only before a real run: the packages training imports and, without a cluster, this machine's GPUs."""
+    """Check, before a real run, the packages that training imports and, without a cluster, this machine's GPUs."""
     missing = verl_config.missing_for_training(cfg)
     if missing:
         quoted = " ".join(shlex.quote(package) for package in missing)
@@ -139,7 +143,7 @@ def check_machine(cfg: Any, settings: Settings) -> None:
 
 
 def worker_overrides(variables: Mapping[str, str]) -> list[str]:
-    """Ray's own way to give variables to every worker, also where the cluster was started by someone else."""
+    """The overrides by which Ray gives the variables to every worker, also in a cluster that someone else started."""
     return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={hydra_value(text)}" for name, text in variables.items()]
 
 
@@ -147,7 +151,8 @@ def describe(settings: Settings, cfg: Any, notes: Sequence[str]) -> str:
     """What --dry_run prints above the command."""
     actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
     step = cfg.data.train_batch_size
-    lines = [f"  {name:26} {value}  ({settings.origin[name]})" for name, value in settings.values.items() if value is not None]
+    given = [(name, value) for name, value in settings.values().items() if value is not None]
+    lines = [f"  {name:26} {value}  ({settings.origin[name]})" for name, value in given]
     lines += [
         "what VERL makes of them:",
         f"  a step      {step} prompts x {rollout.n} continuations = {step * rollout.n}",
@@ -174,10 +179,11 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     notes = check_settings(settings, environment)
     for key in ("train_files", "val_files"):  # at once, before VERL takes its seconds to import
         if not any(override.startswith(f"data.{key}=") for override in settings.passed):
-            checks.read_training_file(settings.values[key], key)
+            checks.read_training_file(getattr(settings, key), key)
 
     notes += verl_config.check_installed()
-    notes += pin_date(settings, previous)
+    settings, more = pin_date(settings, previous)
+    notes += more
     overrides = verl_overrides(settings)
     cfg = verl_config.compose(overrides)
     verl_config.check_config(cfg, is_by_budget(settings))
@@ -209,13 +215,13 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
 
 
 def write_plan(plan: Path | None, command: Sequence[str], variables: Mapping[str, str], run_dir: Path, log: Path) -> None:
-    """Leave command, environment and places in the folder ``plan``, each text ended by NUL."""
+    """Leave the command, the environment and the paths of run folder and log in the folder ``plan``, each text ended by NUL."""
     if plan is None:
         raise UserError("start training with Policy_Optimization/grpo_train.sh; this file alone does --dry_run only")
     parts = {
         "command": command,
         "environment": [f"{name}={text}" for name, text in variables.items()],
-        "places": [str(run_dir), str(log)],
+        "paths": [str(run_dir), str(log)],
     }
     for name, texts in parts.items():
         (plan / name).write_bytes(b"".join(os.fsencode(text) + b"\0" for text in texts))

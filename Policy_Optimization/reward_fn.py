@@ -2,9 +2,9 @@
 
     reward.custom_reward_function.path=/abs/path/Policy_Optimization/reward_fn.py    (grpo_train.sh sets it)
 
-VERL loads this file by its path in every reward worker and calls ``compute_score``. Which reward judges a row
-is decided by, in this order: the keyword ``reward`` (+reward.custom_reward_function.reward_kwargs.reward=math),
-the row's extra_info["reward"] (prepare_parquet.py writes it), and DATA_SOURCES. Safe in worker threads.
+VERL loads this file by its path in every reward worker and calls ``compute_score``. The reward of a row is named by the
+first of these that is there: the keyword ``reward`` (+reward.custom_reward_function.reward_kwargs.reward=math), the row's
+extra_info["reward"] (prepare_parquet.py writes it), and DATA_SOURCES. Safe in worker threads.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_ROOT = str(Path(__file__).resolve().parents[1])  # Ray workers start in other folders
-if _ROOT not in sys.path:
-    sys.path.insert(0, _ROOT)
-from Gradient_evaluation.errors import UserError  # noqa: E402
-from Gradient_evaluation.integer_answer import final_reply, parse_integer_answer  # noqa: E402
-from Gradient_evaluation.utils import REWARDS, last_boxed, parse_last_integer  # noqa: E402
+if str(Path(__file__).resolve().parents[1]) not in sys.path:  # Ray's workers start in other folders
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.integer_answer import final_reply, parse_integer_answer
+from Gradient_evaluation.utils import REWARDS, last_boxed, parse_last_integer
 
 DATA_SOURCES = {
     "arithmetic": "integer",

@@ -1,4 +1,4 @@
-"""One folder holds everything of a training run: what it was started with, caches, checkpoints, logs, W&B files.
+"""The folder of a training run: what it was started with, caches, checkpoints, logs, W&B files.
 
 run.json            overrides of the last attempt, number of attempts, W&B run id
 checkpoints/        global_step_N, and VERL's latest_checkpointed_iteration.txt
@@ -33,7 +33,8 @@ CACHES = {  # where libraries would write into the home folder
     "WANDB_DATA_DIR": "wandb",
     "XDG_CACHE_HOME": "other",
 }
-# what may differ between the attempts of one run: how long, how often, how much at a time, where it is shown
+# What may differ between the attempts of one run: how long it trains, how often it saves and validates, batch sizes that only
+# decide memory, and where it is logged.
 FREE = (
     "trainer.total_epochs",
     "trainer.total_training_steps",
@@ -73,9 +74,9 @@ def read_run(run_dir: Path) -> dict:
 def last_checkpoint(run_dir: Path, repair: bool = False) -> int | None:
     """The step training will continue from, or None.
 
-    VERL reads the step from a small file that it does not write in one go: an empty one makes it crash, one
-    that names a missing folder makes it start from scratch without a word. The newest complete checkpoint
-    (data.pt is written last) is used then; ``repair`` writes its step into the file.
+    VERL reads the step from a small file. A kill can leave that file empty, and VERL crashes; or it names a folder that is
+    missing, and VERL starts from scratch without a message. In both cases this is the step of the newest complete checkpoint
+    (data.pt is written last), and ``repair`` writes it into the file.
     """
     folder = run_dir / "checkpoints"
     complete = []
@@ -107,7 +108,7 @@ def last_value(run: Mapping, key: str) -> str | None:
 def check_same_gpus(run_dir: Path, cfg: Any) -> None:
     """UserError where the checkpoint to continue was written by another number of GPUs.
 
-    FSDP writes one file for each GPU and reads the one of its own rank and number, so no flag can insist.
+    FSDP writes one file for each GPU, and each GPU reads the file of its rank and their number. So no flag can allow it.
     """
     step = last_checkpoint(run_dir)
     if step is None:
@@ -119,7 +120,7 @@ def check_same_gpus(run_dir: Path, cfg: Any) -> None:
         raise UserError(
             f"{folder}: this checkpoint is in {max(before)} parts, one for each GPU that wrote it, and cannot be "
             f"continued on {now}; use as many GPUs, or merge it into a --model of a new --run_dir "
-            "(Policy_Optimization/README.md)"
+            "(docs/training.md)"
         )
 
 
@@ -165,7 +166,11 @@ def start_attempt(run_dir: Path, run: Mapping, overrides: list[str]) -> dict:
 
 
 def _refuse_second_launcher(run_dir: Path) -> None:
-    """UserError while a launcher trains in this folder: grpo_train.sh holds the lock on .lock."""
+    """UserError while a launcher trains in this folder.
+
+    The shell of grpo_train.sh holds the kernel's lock on .lock (flock) as long as it trains; here it is only asked for. The
+    package filelock cannot be held by a shell, and where there is no flock it takes another lock, which the shell does not see.
+    """
     with one_line_errors(run_dir / ".lock", "write"), open(run_dir / ".lock", "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,7 +179,7 @@ def _refuse_second_launcher(run_dir: Path) -> None:
 
 
 def has_wandb_key(environment: Mapping[str, str]) -> bool:
-    """Is there a key for W&B, in WANDB_API_KEY or in the netrc file? It is looked for, never read out."""
+    """Is there a key for W&B, in WANDB_API_KEY or in the netrc file? The key itself is neither returned nor stored."""
     if environment.get("WANDB_API_KEY", "").strip():
         return True
     host = urlparse(environment.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
@@ -196,11 +201,11 @@ def wandb_mode(environment: Mapping[str, str]) -> str:
 
 
 def run_environment(run_dir: Path, attempt: int, run_id: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables training needs, none of them a secret; a cache the user placed elsewhere stays there."""
+    """The variables that training needs, none of them a secret. A cache whose variable the user has set stays where it is."""
     variables = {name: environment.get(name) or str(run_dir / "cache" / folder) for name, folder in CACHES.items()}
     token = Path(environment.get("HOME", "~")).expanduser() / ".cache" / "huggingface" / "token"
     if not environment.get("HF_HOME") and not environment.get("HF_TOKEN_PATH") and token.exists():
-        variables["HF_TOKEN_PATH"] = str(token)  # the place of the login, which moves with HF_HOME otherwise
+        variables["HF_TOKEN_PATH"] = str(token)  # where the login is; otherwise it would be looked for below HF_HOME
     variables |= {
         "VERL_FILE_LOGGER_PATH": str(run_dir / "logs" / f"metrics_{attempt}.jsonl"),
         "WANDB_MODE": wandb_mode(environment),

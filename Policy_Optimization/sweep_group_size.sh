@@ -9,7 +9,7 @@
 # --update_budget, --epoch_budget, --env, --dry_run. Every other setting of grpo_train.sh is given as an environment variable
 # (MODEL, TRAIN_FILES, GPUS_PER_NODE, ...), and what follows -- goes to VERL unchanged, in every run.
 # All runs are checked before the first one starts. The same command goes on after an interruption: finished runs
-# are skipped, the others continue from their checkpoints. SWEEP_DIR/manifest.json is what plots read. Exit code: 0,
+# are skipped, the others continue from their checkpoints. plots/plot_training.py reads SWEEP_DIR/manifest.json. Exit code: 0,
 # 2 for a wrong setting, 1 if a run failed (the others are still run), 130 or 143 if it was stopped.
 set -euo pipefail
 
@@ -40,31 +40,24 @@ while (($#)); do
   shift
 done
 
-# The manifest needs Python alone, so any one does; training takes the one of --env.
+# The plan needs Python alone, so any one does; training takes the one of --env.
 python="$(command -v python || command -v python3)" || {
   echo "error: there is no python here" >&2
   exit 2
 }
-manifest() { "$python" "$here/sweep_manifest.py" "$1" --sweep_dir "$sweep_dir" "${@:2}"; }
-
 [[ $sweep_dir == /* ]] || sweep_dir="$PWD/$sweep_dir"
-# Under --dry_run the manifest is a scratch one: nothing is written where the sweep will be.
-real_dir="$sweep_dir"
-if ((dry_run)); then
-  scratch="$(mktemp -d)"
-  trap 'rm -rf -- "$scratch"' EXIT
-  if [[ -f $sweep_dir/manifest.json ]]; then cp -- "$sweep_dir/manifest.json" "$scratch/"; fi
-  sweep_dir="$scratch"
-fi
-manifest plan "${plan_flags[@]}" "${verl[@]}"
-mapfile -d '' -t todo < <(manifest todo "${plan_flags[@]}" "${verl[@]}")
-export HF_HOME="${HF_HOME:-$real_dir/cache/huggingface}" # one copy of a hub model for all runs
+if ((dry_run)); then plan_flags+=(--dry_run); fi
+list="$(mktemp)"
+trap 'rm -f -- "$list"' EXIT
+"$python" "$here/sweep_manifest.py" --sweep_dir "$sweep_dir" "${plan_flags[@]}" "${verl[@]}" >"$list"
+mapfile -d '' -t todo <"$list"
+export HF_HOME="${HF_HOME:-$sweep_dir/cache/huggingface}" # one copy of a hub model for all runs
 
 launch() { # SIZE SEED RUN [more flags of the launcher]
   # Sizes, seeds and folders are the sweep's: these flags win over variables of the same names.
   env -u TRAIN_BATCH_SIZE -u MINI_BATCH_SIZE -u EPOCHS -u EXPERIMENT -u EXPERIMENT_NAME \
     bash "$here/grpo_train.sh" "${python_flags[@]}" "${@:4}" --group_size "$1" --seed "$2" \
-    --run_dir "$real_dir/$3" "${budget_flags[@]}" "${verl[@]}"
+    --run_dir "$sweep_dir/$3" "${budget_flags[@]}" "${verl[@]}"
 }
 budget_flags=()
 for ((i = 0; i < ${#plan_flags[@]}; i++)); do
@@ -91,8 +84,6 @@ failed=0 stopped=0 child=
 trap 'stopped=130; kill -TERM "$child" 2>/dev/null || true' INT
 trap 'stopped=143; kill -TERM "$child" 2>/dev/null || true' TERM
 for ((i = 0; i < ${#todo[@]}; i += 3)); do
-  run="${todo[i + 2]}"
-  manifest mark --run_dir "$run" --status running
   code=0
   launch "${todo[@]:i:3}" &
   child=$!
@@ -102,14 +93,10 @@ for ((i = 0; i < ${#todo[@]}; i += 3)); do
     wait "$child" || code=$?
   done
   if ((stopped)) || ((code == 130)) || ((code == 143)); then
-    manifest mark --run_dir "$run" --status interrupted --exit_code "$code"
-    echo "stopped at $run; the same command goes on from there" >&2
+    echo "stopped at ${todo[i + 2]}; the same command goes on from there" >&2
     exit $((stopped ? stopped : code))
   elif ((code)); then
-    manifest mark --run_dir "$run" --status failed --exit_code "$code"
     failed=$((failed + 1))
-  else
-    manifest mark --run_dir "$run" --status finished --exit_code 0
   fi
 done
 if ((failed)); then

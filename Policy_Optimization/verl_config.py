@@ -1,10 +1,10 @@
 """VERL's configuration, composed by the installed VERL and checked where its own checks stay silent.
 
     compose(overrides)            the configuration training would see; an unknown key is one line
-    check_config(cfg)             what VERL 0.9.1 takes without a word and trips over later, then its validate_config
+    check_config(cfg)             what VERL 0.9.1 accepts although its training fails later, then its validate_config
 
-Found by trying: VERL itself takes a misspelt estimator, rollout.n=0, lr=abc, missing files, micro-batches that do
-not divide, and tensor parallelism that does not fit, and it reads no reward from custom_reward_function.path.
+Found by trying VERL: it accepts a misspelt estimator, rollout.n=0, lr=abc, missing files, micro-batches that do not
+divide, and tensor parallelism that does not fit, and it reads no reward from custom_reward_function.path.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_installed() -> list[str]:
 
 
 def missing_for_training(cfg: Any) -> list[str]:
-    """What pip is to install before training can run: modules VERL imports at run time, the sampling engine, attention.
+    """The packages that pip must still install: what VERL imports at run time, the sampling engine, attention.
 
     ``verl[vllm]`` does not bring flash-attn, which VERL's FSDP engine asks transformers for on CUDA.
     """
@@ -196,13 +196,12 @@ def check_batches(cfg: Any, by_budget: bool = True) -> None:
             f"--mini_batch_size {part} does not divide --train_batch_size {prompts} (unless they are given, they "
             f"are --update_budget / G and --budget / G){fix}"
         )
-    ranks = cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes // _sequence_parallel(actor)
     if not actor.use_dynamic_bsz:
         for name, micro, prompts in (
             ("micro_batch_size", actor.ppo_micro_batch_size_per_gpu, actor.ppo_mini_batch_size),
             ("log_prob_micro_batch_size", rollout.log_prob_micro_batch_size_per_gpu, cfg.data.train_batch_size),
         ):
-            _check_micro_batch(name, micro, prompts, rollout.n, max(ranks, 1), fix)
+            _check_micro_batch(cfg, name, micro, prompts, fix)
 
 
 def fitting_flags(cfg: Any, prompts: int, by_budget: bool = True) -> str:
@@ -231,11 +230,13 @@ def _divisor(now: Any, share: int) -> tuple[Any, Any]:
     return next(n for n in range(min(now, share), 0, -1) if share % n == 0) if fits else now, now
 
 
-def _check_micro_batch(name: str, micro: Any, prompts: int, group_size: int, ranks: int, fix: str) -> None:
+def _check_micro_batch(cfg: Any, name: str, micro: Any, prompts: int, fix: str) -> None:
     if micro is None:
         return  # VERL's own check asks for it
     if not isinstance(micro, int) or micro < 1:
         raise UserError(f"--{name} {micro}: a whole number of at least 1 is expected")
+    gpus, group_size = cfg.trainer.n_gpus_per_node * cfg.trainer.nnodes, cfg.actor_rollout_ref.rollout.n
+    ranks = max(gpus // _sequence_parallel(cfg.actor_rollout_ref.actor), 1)
     batch = f"a batch of {prompts} prompts x {group_size} continuations"
     if prompts * group_size % ranks:
         raise UserError(f"{batch} cannot be shared among {ranks} GPUs; change --gpus_per_node, --nnodes or the batch{fix}")
@@ -304,7 +305,7 @@ def check_token_budgets(cfg: Any) -> None:
 
 
 def _sequence_parallel(part: Any) -> int:
-    """GPUs that share one sequence, under its key of today or the one it had before."""
+    """GPUs that share one sequence, by VERL's present key or its earlier one."""
     keys = (part.get("fsdp_config") or {}).get("ulysses_sequence_parallel_size"), part.get("ulysses_sequence_parallel_size")
     return max(1, *(size for size in keys if isinstance(size, int)), 1)
 

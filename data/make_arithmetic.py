@@ -33,8 +33,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
-from Gradient_evaluation.errors import UserError  # noqa: E402
+from Gradient_evaluation.cli import Parser, integer, run
+from Gradient_evaluation.errors import UserError
 
 KINDS = ("two_step", "three_step", "multiplication", "division", "parentheses")
 STYLES = ("zero_shot", "few_shot")

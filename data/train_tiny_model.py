@@ -25,15 +25,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data.make_arithmetic import KINDS, draw_problem, write_prompt  # noqa: E402
-from Gradient_evaluation.cli import Parser, integer, number, run  # noqa: E402
-from Gradient_evaluation.errors import UserError  # noqa: E402
+from data.make_arithmetic import KINDS, draw_problem, write_prompt
+from Gradient_evaluation.cli import Parser, integer, number, run
+from Gradient_evaluation.errors import UserError
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # the names Qwen gives them
 CHAT_TEMPLATE = (
@@ -53,6 +54,19 @@ FORMS = {
     ("few_shot", False, "= {}"): 2,
     ("few_shot", False, "The answer is {}."): 2,
 }
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The flags, by their names."""
+
+    out: Path
+    steps: int
+    batch_size: int
+    learning_rate: float
+    seed: int
+    threads: int
+    quiet: bool
 
 
 def make_tokenizer():
@@ -168,12 +182,12 @@ class Muon(torch.optim.Optimizer):
                 matrix.add_(update, alpha=-group["lr"] * 0.2 * max(matrix.shape) ** 0.5)
 
 
-def train(model, tokenizer, steps: int, batch_size: int, learning_rate: float, seed: int, quiet: bool) -> float:
+def train(model, tokenizer, settings: Settings) -> float:
     """Train in place; the rate warms up for 5% of the steps, then falls to 0 → mean loss of the last 50 steps.
 
     Muon for the weight matrices of the layers; AdamW for the embedding, the norms and the biases.
     """
-    rng = random.Random(seed)
+    rng, steps, learning_rate = random.Random(settings.seed), settings.steps, settings.learning_rate
     matrices = [parameter for parameter in model.model.layers.parameters() if parameter.dim() == 2]
     chosen = set(map(id, matrices))
     others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
@@ -187,9 +201,10 @@ def train(model, tokenizer, steps: int, batch_size: int, learning_rate: float, s
     ]
     losses: list[float] = []
     model.train()
-    progress = tqdm(desc="training", total=steps * batch_size, unit="problem", disable=True if quiet else None)
+    hidden = True if settings.quiet else None  # None: where stderr is no terminal
+    progress = tqdm(desc="training", total=steps * settings.batch_size, unit="problem", disable=hidden)
     for _ in range(steps):
-        loss = answer_loss(model, *draw_batch(rng, tokenizer, batch_size), tokenizer.pad_token_id)
+        loss = answer_loss(model, *draw_batch(rng, tokenizer, settings.batch_size), tokenizer.pad_token_id)
         model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -199,7 +214,7 @@ def train(model, tokenizer, steps: int, batch_size: int, learning_rate: float, s
         losses.append(loss.item())
         running = sum(losses[-50:]) / len(losses[-50:])
         progress.set_postfix(loss=f"{running:.3f}", refresh=False)
-        progress.update(batch_size)
+        progress.update(settings.batch_size)
     progress.close()
     model.eval()
     return running
@@ -216,7 +231,7 @@ def save(model, tokenizer, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def parse_args(arguments: Sequence[str] | None) -> Settings:
     default_out = Path(__file__).resolve().parent / "tiny_model"
     parser = Parser(prog="train_tiny_model.py", description="Train the tiny arithmetic model.")
     parser.add_argument("--out", type=Path, default=default_out, help="model folder (default data/tiny_model)")
@@ -226,29 +241,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=integer(0), default=0, help="seed of weights and problems (default 0)")
     parser.add_argument("--threads", type=integer(1), default=1, help="CPU threads (default 1)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    options = parser.parse_args(arguments)
+    return Settings(**vars(parser.parse_args(arguments)))
 
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(options.seed)
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    settings = parse_args(arguments)
+    torch.set_num_threads(settings.threads)
+    torch.manual_seed(settings.seed)
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
+        settings.out.mkdir(parents=True, exist_ok=True)
         # on the same file system, so that each finished file can be moved into place in one step
-        staging = tempfile.TemporaryDirectory(prefix=".training-", dir=options.out)
+        staging = tempfile.TemporaryDirectory(prefix=".training-", dir=settings.out)
     except OSError as error:
-        raise UserError(f"--out {options.out}: cannot write there ({error.strerror}); give a folder") from error
+        raise UserError(f"--out {settings.out}: cannot write there ({error.strerror}); give a folder") from error
     with staging:
         began = time.perf_counter()
         tokenizer = make_tokenizer()
         model = make_model(tokenizer)
-        loss = train(model, tokenizer, options.steps, options.batch_size, options.learning_rate, options.seed, options.quiet)
+        loss = train(model, tokenizer, settings)
         save(model, tokenizer, Path(staging.name))
         files = sorted(Path(staging.name).iterdir())
         size = sum(file.stat().st_size for file in files)
         for file in files:
-            os.replace(file, options.out / file.name)
+            os.replace(file, settings.out / file.name)
     print(
-        f"{model.num_parameters():,} parameters, {options.steps} steps, last loss {loss:.3f} nats a token, "
-        f"{time.perf_counter() - began:.0f} s, {size / 1e6:.2f} MB in {options.out}"
+        f"{model.num_parameters():,} parameters, {settings.steps} steps, last loss {loss:.3f} nats a token, "
+        f"{time.perf_counter() - began:.0f} s, {size / 1e6:.2f} MB in {settings.out}"
     )
 
 

@@ -2,19 +2,19 @@
 
     python plots/plot_training.py outputs/sweep/manifest.json --out outputs/sweep.pdf
     python plots/plot_training.py outputs/train/a_g8_seed0 outputs/train/a_g8_seed1 --out figure.png
-    python plots/plot_training.py export.csv --metric val-core/openai/gsm8k/acc/mean@1 --out figure.pdf
+    python plots/plot_training.py qwen_g8_seed0.jsonl --metric val-core/openai/gsm8k/acc/mean@1 --out figure.pdf
 
-Sources are sweeps, run folders, VERL's console or JSONL logs, CSV exports of W&B and its offline runs
-(training_logs.py says how each is read). G and seed come from the manifest or the run folder, else from a name
-like ``qwen_g8_seed0``. Runs of one G are averaged at the steps all of them have; the interval is Student's t over
-seeds, so one seed has none. The right panel is there when at least one G is known. Runs in seconds.
+A source is a sweep, a run folder, a JSONL of VERL's file logger, or a JSON of train_group_sizes.py. W&B's files and VERL's
+console output are not read (training_logs.py says how a run writes the JSONL). G and seed are read from the manifest or the run
+folder, else from a name like ``qwen_g8_seed0``. Runs of one G are averaged at the steps that all of them have. The
+interval is Student's t over seeds; one seed has no interval. The right panel is there when at least one G is known. Runs in
+seconds.
 
 From Python: plot_training(runs) draws both panels; plot_by_step(runs, ax) and plot_by_group_size(runs, ax) one each.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
@@ -23,15 +23,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.cli import one_line_while_importing  # noqa: E402
-
-if __name__ == "__main__":
-    one_line_while_importing()
-
-from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
-from Gradient_evaluation.errors import UserError  # noqa: E402
-from plots.style import COLOURS, finish, group_size_axis, new_ax, new_figure, numbered, save_figure  # noqa: E402
-from plots.training_logs import Run, load_runs  # noqa: E402
+from Gradient_evaluation.cli import Parser, importing, integer, run
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.files import write_json
+from plots.training_logs import Run, load_runs
 
 HEIGHT = 3.8  # inches: the legend stands below the curves
 # 97.5% points of Student's t for 1, 2, ... degrees of freedom
@@ -66,7 +61,7 @@ def label_of(each: Run) -> str:
 
 
 def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """Runs of one G together, in order of G; runs without a G each on their own, after them."""
+    """The runs of each G, in order of G; then each run without a G by itself."""
     groups: dict[str, list[Run]] = {}
     for each in sorted(runs, key=lambda each: (each.group_size is None, each.group_size or 0)):
         groups.setdefault(label_of(each), []).append(each)
@@ -78,7 +73,7 @@ def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def curve(runs: Sequence[Run]) -> dict[int, Mean]:
-    """Accuracy by step over the steps that every run has."""
+    """Mean accuracy at the steps that every run has."""
     steps = sorted(set.intersection(*(set(each.accuracy) for each in runs)))
     return {step: mean_over_seeds([each.accuracy[step] for each in runs]) for step in steps}
 
@@ -91,7 +86,7 @@ def final_accuracy(runs: Sequence[Run], last: int) -> Mean:
 def summarise(runs: Sequence[Run], last: int = 1) -> dict:
     """The numbers that are drawn, ready for JSON: [mean, half width, seeds] by step and by G, and ``warnings``.
 
-    A last validation that differs in step between runs is drawn as it is and named in the warnings.
+    Runs that end at different steps are drawn as they are, with a warning.
     """
     groups = by_label(runs)
     ends = {max(each.accuracy) for each in runs}
@@ -122,6 +117,8 @@ def plot_training(runs: Sequence[Run], last: int = 1, axes=None):
 
     ``axes``: where to draw, as many as are drawn; made without pyplot if it is None.
     """
+    from plots.style import new_figure
+
     sized = any(each.group_size is not None for each in runs)
     if axes is None:
         _, axes = new_figure(2 if sized else 1, height=HEIGHT)
@@ -133,16 +130,20 @@ def plot_training(runs: Sequence[Run], last: int = 1, axes=None):
 
 def plot_by_step(runs: Sequence[Run], ax=None):
     """Mean accuracy over the seeds of each G (or of each run without one) by training step; returns (figure, ax)."""
+    from plots.style import finish, new_ax
+
     ax = new_ax(ax, height=HEIGHT)
     for number, (label, members) in enumerate(by_label(runs).items()):
         _draw_curve(ax, _shared_curve(label, members), label, number)
-    ax.set_xlabel(f"training step\n(n = {len(runs)} run{'s' * (len(runs) > 1)})")
+    ax.set_xlabel(f"training step\n(n = {len(runs)} run{'s' if len(runs) > 1 else ''})")
     ax.set_ylabel("validation accuracy")
     finish(ax, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=2)
     return ax.get_figure(), ax
 
 
 def _draw_curve(ax, means: dict[int, Mean], label: str, number: int) -> None:
+    from plots.style import numbered
+
     steps, values = list(means), [mean.value for mean in means.values()]
     halves = [mean.half_width or 0.0 for mean in means.values()]
     n = next(iter(means.values())).n
@@ -165,6 +166,8 @@ def _draw_curve(ax, means: dict[int, Mean], label: str, number: int) -> None:
 
 def plot_by_group_size(runs: Sequence[Run], last: int = 1, ax=None):
     """Mean over seeds of the ``last`` last validations of each run, by G; runs without one are left out."""
+    from plots.style import COLOURS, finish, group_size_axis, new_ax
+
     ax, finals = new_ax(ax, height=3.1), _finals(by_label(runs), last)
     if not finals:
         raise UserError("no run has a known G; name the runs like qwen_g8_seed0, or give the manifest.json of a sweep")
@@ -182,7 +185,8 @@ def plot_by_group_size(runs: Sequence[Run], last: int = 1, ax=None):
     )
     group_size_axis(ax, sizes)
     seeds = sorted({mean.n for mean in finals.values()})
-    ax.set_xlabel(f"group size G\n(n = {' to '.join(map(str, {seeds[0]: 0, seeds[-1]: 0}))} seeds each)")
+    count = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    ax.set_xlabel(f"group size G\n(n = {count} seeds each)")
     ax.set_ylabel("final validation accuracy" if last == 1 else f"accuracy, mean of the last {last} validations")
     finish(ax)
     return ax.get_figure(), ax
@@ -190,21 +194,21 @@ def plot_by_group_size(runs: Sequence[Run], last: int = 1, ax=None):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="plot_training.py", description="Validation accuracy against step and against group size.")
-    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="sweep, run folder, log, W&B CSV or offline run")
+    parser.add_argument("sources", nargs="+", metavar="SOURCE", help="sweep, run folder, or JSONL of VERL's file logger")
     parser.add_argument("--out", required=True, help="figure to write; .pdf and .svg are vector, .png is not")
     parser.add_argument("--metric", help="VERL's name of the accuracy (default: val-core/.../acc/mean@N)")
     parser.add_argument("--last", type=integer(1), default=1, help="validations averaged for the right panel (1)")
     parser.add_argument("--save_json", help="also write the numbers that are drawn")
     flags = parser.parse_args(arguments)
+    with importing():
+        from plots.style import save_figure
     runs = [each for source in flags.sources for each in load_runs(source, flags.metric)]
     figure, _ = plot_training(runs, flags.last)
     summary = summarise(runs, flags.last)
     for warning in summary["warnings"]:
         print(f"warning: {warning}", file=sys.stderr)
     if flags.save_json:
-        from Gradient_evaluation.runs.files import write_json
-
-        write_json(flags.save_json, json.loads(json.dumps(summary)))
+        write_json(flags.save_json, summary)
     print(save_figure(figure, flags.out))
 
 

@@ -151,7 +151,7 @@ def check_shell(arguments: Sequence[str], variables: dict[str, str]) -> None:
             rest.append(word)
         for _ in range(SWEEPS_OWN.get(word, 0)):
             assert next(words, None), f"{word}: a value is missing"
-    parse("Policy_Optimization/sweep_manifest.py", ["plan", *rest, "--sweep_dir", "x"])
+    parse("Policy_Optimization/sweep_manifest.py", [*rest, "--sweep_dir", "x"])
 
 
 def check_outer_program(words: Sequence[str]) -> None:

@@ -59,7 +59,7 @@ def run_script(*arguments, script=SCRIPT, cwd=None):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345])
-def test_every_ground_truth_is_the_exact_value_of_its_expression(seed):
+def test_every_ground_truth_is_the_value_of_its_expression(seed):
     rows = make_problems(2000, seed)
     for row, expression in zip(rows, expressions(rows)):
         assert type(row["ground_truth"]) is int
@@ -72,7 +72,7 @@ def test_worked_examples_are_right_and_show_each_kind_once():
     assert sorted(kinds) == sorted(KINDS)
 
 
-def test_every_expression_has_the_form_of_its_kind_and_numbers_in_the_documented_ranges():
+def test_expressions_have_the_documented_forms_and_numbers():
     rows = make_problems(3000, 3)
     for row, expression in zip(rows, expressions(rows)):
         assert re.fullmatch(FORMS[row["kind"]], expression), (row["kind"], expression)
@@ -96,20 +96,20 @@ def test_kinds_are_as_even_as_the_number_allows(n):
     assert sum(counted) == n and max(counted) - min(counted) <= 1
 
 
-def test_no_problem_comes_twice_nor_is_a_worked_example_up_to_the_largest_set():
+def test_no_problem_comes_twice_nor_is_a_worked_example():
     asked = expressions(make_problems(MAX_PROBLEMS, 0))
     assert len(set(asked)) == MAX_PROBLEMS
     assert not set(asked) & {expression for expression, _ in WORKED_EXAMPLES}
 
 
-def test_the_largest_set_holds_every_multiplication_and_division_there_is():
+def test_the_largest_set_holds_every_product_and_quotient():
     rows = make_problems(MAX_PROBLEMS, 1)
     asked = set(expressions(rows)) | {expression for expression, _ in WORKED_EXAMPLES}
     assert {f"{a} * {b}" for a in range(2, 100) for b in range(2, 21)} <= asked
     assert {f"{a * b} / {b}" for a in range(2, 100) for b in range(2, 21)} <= asked
 
 
-def test_one_seed_gives_the_same_problems_and_another_seed_others():
+def test_a_seed_decides_the_problems():
     assert make_problems(100, 7) == make_problems(100, 7)
     assert expressions(make_problems(100, 7)) != expressions(make_problems(100, 8))
 
@@ -131,7 +131,7 @@ def test_a_plain_prompt_is_the_text_of_the_user_message(style):
         assert chat["prompt"] == [{"role": "user", "content": plain["prompt"]}]
 
 
-def test_few_shot_prompts_add_the_worked_examples_before_the_question_and_nothing_else():
+def test_few_shot_prompts_add_the_worked_examples_alone():
     for zero, few in zip(make_problems(20, 0, plain=True), make_problems(20, 0, "few_shot", plain=True)):
         instruction, question = zero["prompt"].split("\n")
         first, *worked, last = few["prompt"].split("\n")
@@ -196,7 +196,7 @@ def test_bad_input_is_exit_code_2_one_line_and_nothing_written(tmp_path, argumen
 # the training script
 
 
-def test_running_the_shared_beginning_once_changes_no_loss_and_no_gradient():
+def test_the_shared_prefix_changes_no_loss_and_no_gradient():
     torch.manual_seed(0)
     rng = random.Random(4)
     tokenizer = train_tiny_model.make_tokenizer()
@@ -219,7 +219,7 @@ def test_running_the_shared_beginning_once_changes_no_loss_and_no_gradient():
             assert torch.allclose(shared, parameter.grad, rtol=1e-4, atol=1e-7)
 
 
-def test_every_training_form_ends_its_answer_with_the_end_token_and_states_the_right_number():
+def test_training_answers_are_right_and_end_with_the_end_token():
     tokenizer = train_tiny_model.make_tokenizer()
     rng = random.Random(0)
     for _ in range(40):
@@ -230,7 +230,7 @@ def test_every_training_form_ends_its_answer_with_the_end_token_and_states_the_r
             assert re.findall(r"-?\d+", tokenizer.decode(answer)) == [str(exact_value(question))]
 
 
-def test_one_seed_trains_the_same_weights_and_writes_the_files_of_the_shipped_model(tmp_path, capsys):
+def test_a_seed_decides_the_weights_of_the_trained_model(tmp_path, capsys):
     outs = [tmp_path / name for name in ("first", "second", "other")]
     for out, seed in zip(outs, ("3", "3", "4")):
         flags = ["--steps", "2", "--batch_size", "4", "--seed", seed, "--out", str(out), "--quiet"]
@@ -267,13 +267,13 @@ def model():
     return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
 
 
-def test_the_model_folder_is_under_3_megabytes_and_holds_no_pickle():
+def test_the_model_folder_is_small_and_holds_no_pickle():
     files = [path for path in MODEL.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 3_000_000
     assert {path.suffix for path in files} <= {".safetensors", ".json", ".jinja"}
 
 
-def test_the_model_is_a_qwen2_with_tied_weights_wide_heads_and_room_for_long_prompts(model):
+def test_the_model_is_a_small_qwen2_with_tied_weights(model):
     config = model.config
     assert config.model_type == "qwen2" and config.tie_word_embeddings
     assert config.hidden_size // config.num_attention_heads >= 32
@@ -294,7 +294,7 @@ def test_decoding_gives_back_any_text_exactly(tokenizer, text):
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_every_ascii_character_is_one_token_and_special_tokens_are_single(tokenizer, model):
+def test_ascii_characters_and_special_tokens_are_one_token(tokenizer, model):
     text = "12 + (7 - 5) =\n"
     assert len(tokenizer(text)["input_ids"]) == len(text)
     for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
@@ -303,7 +303,7 @@ def test_every_ascii_character_is_one_token_and_special_tokens_are_single(tokeni
     assert len(tokenizer) == model.config.vocab_size
 
 
-def test_the_chat_template_renders_turns_and_the_generation_prompt(tokenizer):
+def test_the_chat_template_renders_turns_and_the_next_one(tokenizer):
     messages = [{"role": "user", "content": "1 + 1 ="}, {"role": "assistant", "content": "2"}]
     turns = "<|im_start|>user\n1 + 1 =<|im_end|>\n<|im_start|>assistant\n2<|im_end|>\n"
     assert tokenizer.apply_chat_template(messages, tokenize=False) == turns
@@ -350,7 +350,7 @@ def share_right(texts, ground_truth):
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_chance_of_a_right_answer_is_spread_over_the_demo_prompts(model, tokenizer, style):
+def test_the_chance_of_a_right_answer_differs_between_prompts(model, tokenizer, style):
     rows = make_problems(40, 0, style)
     texts = sampled_texts(model, tokenizer, rows, samples=40, seed=1)
     values = torch.tensor([share_right(group, row["ground_truth"]) for group, row in zip(texts, rows)])

@@ -202,7 +202,7 @@ def copy(tmp_path_factory):
     from datasets import Dataset, DatasetDict
 
     from data.make_arithmetic import make_problems, write_jsonl
-    from Policy_Optimization.sweep_manifest import make_plan
+    from Policy_Optimization.sweep_manifest import make_plan, write_manifest
 
     place = tmp_path_factory.mktemp("readme") / "copy"
     left_out = shutil.ignore_patterns(".git", ".venv*", "outputs", "__pycache__", ".hypothesis", ".pytest_cache")
@@ -219,7 +219,8 @@ def copy(tmp_path_factory):
     law = {"group_size_law": {"G_star": 32.0, "powers_of_two": [32]}}
     (place / "outputs" / "qwen").mkdir(parents=True)
     (place / "outputs" / "qwen" / "tracecov_Qwen2.5-1.5B-Instruct.json").write_text(json.dumps(law))
-    make_plan(place / "outputs" / "sweep", [32], [0], {"budget": 1024, "update_budget": 256, "epoch_budget": 128})
+    sweep, budgets = place / "outputs" / "sweep", {"budget": 1024, "update_budget": 256, "epoch_budget": 128}
+    write_manifest(sweep, make_plan(sweep, [32], [0], budgets))
     logs = place / "outputs" / "sweep" / "g32_seed0" / "logs"
     logs.mkdir(parents=True)
     (logs / "metrics_1.jsonl").write_text('{"step": 5, "data": {"val-core/openai/gsm8k/acc/mean@1": 0.5}}\n')

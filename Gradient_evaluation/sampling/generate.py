@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -157,9 +157,8 @@ def sample_continuations(
     The model counts the prompt's positions itself; those of decoded tokens are handed to it (``position_ids``), for
     some models (Bamba, RoBERTa after a padding token) lose count when they see one token and a cache.
     """
-    device = model.device
-    counted = partial(position_ids, padding_position(model)) if takes_positions(model) else None
-    eos = (*eos_token_ids(model, tokenizer), *stop_token_ids(tokenizer, law.stop))
+    device, padding = model.device, padding_position(model)
+    counted = (lambda tokens, seen: position_ids(padding, tokens)) if takes_positions(model) else None
     prompt = torch.tensor([list(prompt_ids)], device=device)
     prefill = model(input_ids=prompt, attention_mask=torch.ones_like(prompt), use_cache=True, logits_to_keep=1)
     prompt_cache = getattr(prefill, "past_key_values", None)
@@ -167,23 +166,66 @@ def sample_continuations(
     with thin_products(model):
         for start in range(0, len(u), batch_size):
             rows_u = torch.from_numpy(u[start : start + batch_size]).to(device)
-            cache = copy.deepcopy(prompt_cache) if isinstance(prompt_cache, Cache) else None
-            drawn += _decode(model, tokenizer, prompt, prefill.logits[:, -1], cache, rows_u, law, eos, counted)
+            cache, n = copy.deepcopy(prompt_cache) if isinstance(prompt_cache, Cache) else None, len(rows_u)
+            if cache is not None:
+                choose_rows(cache, torch.zeros(n, dtype=torch.int64, device=device))
+            ids, logits = prompt.expand(n, -1), prefill.logits[:, -1].expand(n, -1)
+            drawn += _decode(model, tokenizer, _Prompts(ids, torch.ones_like(ids), logits, cache, counted), rows_u, law)
     return drawn
 
 
-def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos, counted) -> list[Continuation]:
-    """One batch of ``sample_continuations``: decode until every row has ended or reached the limit."""
-    n, limit = u.shape
+@torch.inference_mode()
+def sample_groups(
+    model, tokenizer, prompts: Sequence[Sequence[int]], u: np.ndarray, law: SamplingLaw
+) -> list[list[Continuation]]:
+    """Draw a group for each of many prompts, in one batch: u (prompts, G, law.max_new_tokens) → G continuations of each.
+
+    The same draws as ``sample_continuations`` makes one prompt at a time, up to rounding. Prompts are padded on the left,
+    where attention does not look. For decoders with a cache and an attention mask. Many prompts with few continuations
+    each are what a training step needs: with G = 2, one prompt at a time made a step of the tiny model take four times
+    as long.
+    """
+    device, longest, size = model.device, max(map(len, prompts)), u.shape[1]
+    ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
+    seen = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
+
+    def counted(tokens, seen):
+        return (seen.cumsum(1) - 1).clamp(min=0)
+
+    prefill = model(input_ids=ids, attention_mask=seen, position_ids=counted(ids, seen), use_cache=True, logits_to_keep=1)
+    rows = torch.arange(len(prompts), device=device).repeat_interleave(size)
+    choose_rows(prefill.past_key_values, rows)
+    started = _Prompts(ids[rows], seen[rows], prefill.logits[:, -1][rows], prefill.past_key_values, counted)
+    with thin_products(model):
+        drawn = _decode(model, tokenizer, started, torch.from_numpy(u.reshape(len(rows), -1)).to(device), law)
+    return [drawn[start : start + size] for start in range(0, len(drawn), size)]
+
+
+class _Prompts(NamedTuple):
+    """The prompts of a batch after their forward pass, one row for each continuation to be drawn.
+
+    ids, seen: (n, length) int64, ``seen`` 0 at padding; logits: (n, vocabulary) after the prompt; cache: of n rows, None for
+    a model without one; counted: (tokens, seen) of whole sequences → their position ids, None for a model that takes none.
+    """
+
+    ids: torch.Tensor
+    seen: torch.Tensor
+    logits: torch.Tensor
+    cache: Cache | None
+    counted: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
+
+
+def _decode(model, tokenizer, prompts: _Prompts, u: torch.Tensor, law: SamplingLaw) -> list[Continuation]:
+    """Decode one batch until every row has ended or reached the limit; u: (n, law.max_new_tokens)."""
+    (n, limit), logits, cache = u.shape, prompts.logits, prompts.cache
+    eos = (*eos_token_ids(model, tokenizer), *stop_token_ids(tokenizer, law.stop))
     eos_tensor = torch.tensor(eos, dtype=torch.int64, device=u.device)
     tokens = torch.zeros(n, limit, dtype=torch.int64, device=u.device)
-    values = torch.zeros(2, n, limit, dtype=_divided(first_logits[:0], law).dtype, device=u.device)
+    values = torch.zeros(2, n, limit, dtype=_divided(logits[:0], law).dtype, device=u.device)
     ended = torch.zeros(n, dtype=torch.bool, device=u.device)
     rows = torch.arange(n, device=u.device)
-    logits = first_logits.expand(n, -1)
     if cache is not None:
-        choose_rows(cache, torch.zeros_like(rows))
-        let_grow(cache, prompt.shape[1] + limit)
+        let_grow(cache, prompts.ids.shape[1] + limit)
     # Looking at ``ended`` makes the host wait for a GPU; a few decoded tokens too many cost less.
     check_every = 1 if u.device.type == "cpu" else 4
     finite = torch.ones((), dtype=torch.bool, device=u.device)
@@ -205,7 +247,7 @@ def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos, counted)
                 rows, step = rows[going], step[going]
                 if cache is not None:
                     choose_rows(cache, going.nonzero().squeeze(-1))
-        logits, cache = _next_logits(model, prompt, tokens[rows, : position + 1], cache, counted)
+        logits, cache = _next_logits(model, prompts, rows, tokens[rows, : position + 1], cache)
     if not finite:
         raise FloatingPointError("the model's logits are not finite")
     stops.look(tokens[:, : position + 1], ended)
@@ -216,17 +258,14 @@ def _decode(model, tokenizer, prompt, first_logits, cache, u, law, eos, counted)
     ]
 
 
-def _next_logits(model, prompt, so_far, cache, counted):
-    """Logits (rows, vocabulary) after ``so_far`` (rows, t) and the grown cache; without one, the whole again.
-
-    counted: tokens of whole sequences → their position ids; None for a model that takes none.
-    """
-    whole = torch.cat([prompt.expand(len(so_far), -1), so_far], dim=1)
-    seen = torch.ones_like(whole)
+def _next_logits(model, prompts: _Prompts, rows: torch.Tensor, so_far: torch.Tensor, cache: Cache | None):
+    """Logits (len(rows), vocabulary) after ``so_far`` (len(rows), t) and the grown cache; without one, the whole again."""
+    whole = torch.cat([prompts.ids[rows], so_far], dim=1)
+    seen, counted = torch.cat([prompts.seen[rows], torch.ones_like(so_far)], dim=1), prompts.counted
     if cache is None:
         output = model(input_ids=whole, attention_mask=seen, use_cache=False, logits_to_keep=1)
         return output.logits[:, -1], None
-    positions = {} if counted is None else {"position_ids": counted(whole)[:, -1:]}
+    positions = {} if counted is None else {"position_ids": counted(whole, seen)[:, -1:]}
     output = model(
         input_ids=so_far[:, -1:], attention_mask=seen, past_key_values=cache, use_cache=True, logits_to_keep=1, **positions
     )

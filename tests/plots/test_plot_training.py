@@ -1,8 +1,6 @@
-"""The figure shows the accuracies of the logs, with Student's intervals over seeds, whatever form the logs have."""
+"""The figure shows the accuracies of the logs, with Student's intervals over seeds."""
 
-import csv
 import json
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +11,7 @@ from Gradient_evaluation.errors import UserError
 from plots.plot_training import main, mean_over_seeds, plot_by_group_size, plot_by_step, plot_training, summarise
 from plots.style import new_figure
 from plots.training_logs import Run, load_runs
-from Policy_Optimization.sweep_manifest import make_plan
+from Policy_Optimization.sweep_manifest import make_plan, write_manifest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "plots" / "plot_training.py"
 METRIC = "val-core/arithmetic/acc/mean@1"
@@ -28,25 +26,13 @@ def jsonl(path, curve=CURVE, metric=METRIC, start=0):
     return path
 
 
-def test_verls_jsonl_log_is_read_and_a_torn_last_line_is_left_out(tmp_path):
+def test_verls_jsonl_is_read_up_to_a_torn_last_line(tmp_path):
     path = jsonl(tmp_path / "qwen_g16_seed3.jsonl")
     path.write_text(path.read_text() + '{"step": 15, "da')
     assert load_runs(path) == [Run("qwen_g16_seed3", 16, 3, CURVE)]
 
 
-def test_verls_console_log_is_read_as_ray_prints_it(tmp_path):
-    path = tmp_path / "console.log"
-    path.write_text(
-        "\x1b[36m(TaskRunnerV1 pid=1)\x1b[0m ('Initial validation metrics: ...')\n"
-        f"\x1b[36m(TaskRunnerV1 pid=1)\x1b[0m step:0 - {METRIC}:np.float64(0.25)\n"
-        f"(TaskRunnerV1 pid=1) step:5 - actor/pg_loss:-1.5e-05 - {METRIC}:0.5 - training/epoch:0\n"
-        "timing_s/step:5 is no step line\n"
-        f"step:10 - {METRIC}:0.625"
-    )
-    assert load_runs(path) == [Run("console", None, None, CURVE)]
-
-
-def test_the_attempts_of_a_run_folder_are_joined_and_the_later_one_counts(tmp_path):
+def test_attempts_are_joined_and_the_later_one_counts(tmp_path):
     run = tmp_path / "a run"
     jsonl(run / "logs" / "metrics_1.jsonl", {0: 0.25, 5: 0.4, 10: 0.9})  # killed at 11; the checkpoint was of step 5
     jsonl(run / "logs" / "metrics_2.jsonl", {5: 0.5}, start=5)  # VERL validates where it continues
@@ -56,55 +42,12 @@ def test_the_attempts_of_a_run_folder_are_joined_and_the_later_one_counts(tmp_pa
     assert load_runs(run) == [Run("a run", 8, 2, CURVE)]
 
 
-def test_a_sweep_gives_its_sizes_and_seeds_and_leaves_out_runs_without_a_validation(tmp_path):
-    make_plan(tmp_path, [4, 8], [0, 1], {"budget": 1024, "update_budget": 256, "epoch_budget": 128})
+def test_a_sweep_gives_the_runs_that_have_validated(tmp_path):
+    write_manifest(tmp_path, make_plan(tmp_path, [4, 8], [0, 1], {"budget": 1024, "update_budget": 256, "epoch_budget": 128}))
     for name in ("g4_seed0", "g4_seed1", "g8_seed0"):
         jsonl(tmp_path / name / "logs" / "metrics_1.jsonl")
     runs = load_runs(tmp_path / "manifest.json")
     assert [(run.group_size, run.seed) for run in runs] == [(4, 0), (4, 1), (8, 0)] and runs == load_runs(tmp_path)
-
-
-def write_csv(path, rows):
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows(rows)
-    return path
-
-
-def test_a_wandb_chart_export_holds_a_run_in_each_column(tmp_path):
-    names = ["qwen_grpo_g8_seed0", "qwen - b_g16_seed1"]
-    header = ["Step"] + [f"{name} - {METRIC}{end}" for name in names for end in ("", "__MIN", "__MAX")]
-    rows = [header, *[[s, v, v, v, v / 2, v / 2, v / 2] for s, v in CURVE.items()], [15, "", "", "", 0.5, 0.5, 0.5]]
-    first, second = load_runs(write_csv(tmp_path / "chart.csv", rows))
-    assert first == Run(names[0], 8, 0, CURVE)
-    assert second == Run(names[1], 16, 1, {0: 0.125, 5: 0.25, 10: 0.3125, 15: 0.5})
-
-
-def test_a_wandb_history_export_is_one_run(tmp_path):
-    rows = [["_step", "actor/lr", METRIC, "name"], [0, "", 0.25, "x"], [1, 1e-6, "", "x"], [5, 1e-6, 0.5, "x"]]
-    rows.append([10, "NaN", 0.625, ""])
-    assert load_runs(write_csv(tmp_path / "history_g4.csv", rows)) == [Run("history_g4", 4, None, CURVE)]
-
-
-def test_a_real_offline_run_of_wandb_is_read(tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
-    for name in ("WANDB_API_KEY", "WANDB_RUN_ID", "WANDB_RESUME"):
-        monkeypatch.delenv(name, raising=False)
-    run = wandb.init(
-        mode="offline",
-        dir=str(tmp_path),
-        project="test",
-        id="g8_seed1",
-        settings=wandb.Settings(silent=True, x_disable_stats=True),
-    )
-    for step in range(11):
-        run.log({"padding": "x" * 40_000, **({METRIC: CURVE[step]} if step in CURVE else {})}, step=step)  # many blocks
-    run.finish()
-    wandb.teardown()  # the service may still be writing when finish returns
-    assert [each.accuracy for each in load_runs(tmp_path / "wandb")] == [CURVE]
-    file = next(tmp_path.glob("wandb/*run-*/*.wandb"))
-    torn = tmp_path / "torn.wandb"
-    torn.write_bytes(file.read_bytes()[: file.stat().st_size // 2])  # of a killed run
-    assert set(load_runs(torn)[0].accuracy.items()) < set(CURVE.items())
 
 
 def test_intervals_are_students_t():
@@ -131,14 +74,14 @@ def test_the_panels_show_means_and_intervals_over_seeds():
     figure.draw_without_rendering()
 
 
-def test_one_seed_has_no_interval_and_unknown_sizes_have_no_right_panel():
+def test_one_seed_has_no_interval_no_size_no_right_panel():
     _, axes = plot_training([Run("g4", 4, 0, CURVE), Run("g8", 8, 0, CURVE)])
     assert not axes[0].collections and len(axes) == 2
     _, axes = plot_training([Run("mine", None, None, CURVE)])
     assert len(axes) == 1 and axes[0].lines[0].get_label() == "mine"
 
 
-def test_only_steps_all_seeds_have_are_averaged_and_unequal_ends_are_said():
+def test_only_shared_steps_are_averaged():
     runs = [Run("a", 4, 0, {0: 0.2, 5: 0.4, 10: 0.6}), Run("b", 4, 1, {0: 0.2, 5: 0.6})]
     summary = summarise(runs)
     assert list(summary["accuracy_by_step"]["G = 4"]) == [0, 5]
@@ -187,6 +130,13 @@ def test_the_command_writes_figure_and_numbers(tmp_path, capsys):
     assert json.loads(numbers.read_text())["accuracy_by_group_size"] == {"4": [0.625, None, 1]}
 
 
+def test_a_run_folder_without_a_jsonl_is_one_line(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "console_1.log").write_text(f"step:5 - {METRIC}:0.5\n")
+    with pytest.raises(UserError, match="has no logs/metrics_.*; train with .file. in trainer.logger"):
+        load_runs(tmp_path)
+
+
 @pytest.mark.parametrize(
     "name, content, message",
     [
@@ -194,11 +144,11 @@ def test_the_command_writes_figure_and_numbers(tmp_path, capsys):
         ("a.jsonl", "not json\n{}\n", "a.jsonl, line 1: no line of VERL's file logger"),
         ("a.jsonl", '{"step": 1, "data": {"x": 1}}\n', "holds no validation accuracy"),
         ("a.jsonl", json.dumps({"step": 1, "data": {METRIC: 1, "val-core/b/acc/mean@1": 1}}) + "\n", "with --metric"),
-        ("a.log", "nothing here", "holds no validation accuracy"),
-        ("a.csv", "", "has no column Step"),
-        ("a.csv", "Step,run - loss\n1,2\n", "has no column of a validation accuracy"),
-        ("a.wandb", "text", "is no offline file of W&B"),
+        ("a.log", "step:5 - x:1", "is no JSONL of VERL's file logger; train with .file. in trainer.logger"),
+        ("a.csv", "Step,run - loss\n1,2\n", "is no JSONL of VERL's file logger"),
+        ("a.wandb", "text", "is no JSONL of VERL's file logger"),
         ("results.json", "{}", "give the manifest.json of a sweep"),
+        ("manifest.json", '{"runs": [{"run_dir": "a"}]}', "is no manifest of sweep_group_size.sh; remove it"),
         ("folder", {}, "is no run folder"),
     ],
 )
@@ -217,15 +167,3 @@ def test_the_script_exits_2_with_one_line(tmp_path):
     command = [sys.executable, SCRIPT, "absent", "--out", "f.pdf"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-
-
-def test_blocks_of_an_offline_file_end_on_their_boundaries(tmp_path):
-    """A record split over blocks, and a block whose last bytes are too few for a header."""
-    from plots.training_logs import _leveldb_records
-
-    def piece(kind, payload):
-        return struct.pack("<IHB", 0, len(payload), kind) + payload
-
-    first = piece(1, b"a" * (32768 - 7 - 7 - 5))  # leaves 5 bytes of the first block
-    data = b":W&B\xe1\xbe\x00" + first + b"\0" * 5 + piece(2, b"b" * 32761) + piece(4, b"c") + piece(1, b"d")
-    assert list(_leveldb_records(data, 7)) == [first[7:], b"b" * 32761 + b"c", b"d"]

@@ -20,7 +20,8 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs import tracecov as tracecov_run
 from Gradient_evaluation.runs.oracle_table import load_oracle_table
 from Policy_Optimization.launch import check_settings
-from Policy_Optimization.settings import read_settings, verl_overrides
+from Policy_Optimization.overrides import verl_overrides
+from Policy_Optimization.settings import read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -400,7 +401,7 @@ RELEASED = {
 def test_the_variables_of_the_released_training_script_mean_the_same_here():
     settings = read_settings([], RELEASED)
     found = [
-        settings.values[name]
+        getattr(settings, name)
         for name in (
             "model",
             "train_files",

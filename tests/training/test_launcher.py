@@ -11,39 +11,27 @@ import sys
 from pathlib import Path
 
 import pytest
-from chat_tokenizer import save_chat_tokenizer
+from chat_tokenizer import parquet, save_chat_tokenizer
 
 from data.make_arithmetic import make_problems
-from data.prepare_parquet import KINDS, Problem, to_parquet
+from data.verl_parquet import Problem
 from Gradient_evaluation.errors import UserError
 from Policy_Optimization import launch, run_folder
-from Policy_Optimization.settings import hydra_value, read_settings, verl_overrides
+from Policy_Optimization.overrides import hydra_value, verl_overrides
+from Policy_Optimization.settings import read_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCHER = ROOT / "Policy_Optimization" / "grpo_train.sh"
 FAKE_KEY = "0123456789abcdef0123456789abcdef01234567"  # of the length of a W&B key
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with spaces in its name: model folder, train.parquet (64 rows), val.parquet (8)."""
-    folder = tmp_path_factory.mktemp("a place") / "with 'quotes' and spaces"
-    folder.mkdir()
-    save_chat_tokenizer(folder / "my model")
-    (folder / "my model" / "model.safetensors").write_bytes(b"weights")
-    rows = [Problem(row["prompt"], str(row["ground_truth"]), "") for row in make_problems(72, seed=0)]
-    for split, part in (("train", rows[:64]), ("val", rows[64:])):
-        (folder / f"{split}.parquet").write_bytes(to_parquet(part, split, KINDS["arithmetic"], "arithmetic", "integer"))
-    return folder
-
-
-def good(place, **changes) -> list[str]:
+def good(inputs, **changes) -> list[str]:
     """Flags of a run that passes every check."""
     flags = {
-        "model": place / "my model",
-        "train_files": place / "train.parquet",
-        "val_files": place / "val.parquet",
-        "run_dir": place / "run",
+        "model": inputs / "my model",
+        "train_files": inputs / "train.parquet",
+        "val_files": inputs / "val.parquet",
+        "run_dir": inputs / "run",
         "group_size": 8,
         "budget": 256,
         "update_budget": 128,
@@ -58,10 +46,10 @@ def needs_verl():
     pytest.importorskip("verl", reason="verl is not installed")
 
 
-def dry_run(place, *more, environment=None, **changes):
+def dry_run(inputs, *more, environment=None, **changes):
     passed = list(more[more.index("--") :]) if "--" in more else []
-    flags = [*good(place, **changes), *[text for text in more if text not in passed]]
-    launch.main([*flags, "--dry_run", *passed], environment or {"HOME": str(place)})
+    flags = [*good(inputs, **changes), *[text for text in more if text not in passed]]
+    launch.main([*flags, "--dry_run", *passed], environment or {"HOME": str(inputs)})
 
 
 def values(overrides):
@@ -106,7 +94,7 @@ def test_the_papers_estimator_is_unnormalised_in_verl():
     assert advantage[7, 0].item() == pytest.approx(-0.4286, abs=1e-4)
 
 
-def test_a_flag_beats_the_environment_and_the_environment_beats_the_default():
+def test_a_flag_beats_a_variable_and_both_beat_the_default():
     settings = read_settings(["--learning_rate", "3e-6"], {"LEARNING_RATE": "1e-5", "GROUP_SIZE": "16", "SEED": " "})
     assert (settings.learning_rate, settings.group_size, settings.seed) == (3e-6, 16, 0)
     assert [settings.origin[name] for name in ("learning_rate", "group_size", "seed")] == ["flag", "environment", "default"]
@@ -176,48 +164,48 @@ WITHOUT_VERL = [
         r"--train_files .*absent.parquet: no such file; make it with data/prepare",
     ),
     ("no validation file", dict(val_files="absent.parquet"), "--val_files .*absent.parquet: no such file"),
-    ("a folder for a file", dict(train_files="{place}"), "--train_files .*: is a folder"),
-    ("JSONL for parquet", dict(train_files="{place}/rows.jsonl"), "whose name ends in .parquet"),
-    ("not parquet inside", dict(train_files="{place}/text.parquet"), "cannot be read as parquet"),
-    ("parquet of another schema", dict(train_files="{place}/other.parquet"), "no column 'data_source'"),
-    ("no rows", dict(val_files="{place}/empty.parquet"), "--val_files .*holds no rows"),
+    ("a folder for a file", dict(train_files="{inputs}"), "--train_files .*: is a folder"),
+    ("JSONL for parquet", dict(train_files="{inputs}/rows.jsonl"), "whose name ends in .parquet"),
+    ("not parquet inside", dict(train_files="{inputs}/text.parquet"), "cannot be read as parquet"),
+    ("parquet of another schema", dict(train_files="{inputs}/other.parquet"), "no column 'data_source'"),
+    ("no rows", dict(val_files="{inputs}/empty.parquet"), "--val_files .*holds no rows"),
     ("missing model folder", dict(model="./absent/model"), "--model ./absent/model: no such folder, and no hub id"),
     ("implausible model id", dict(model="a b/c"), "--model a b/c: no such folder, and no hub id"),
-    ("model folder without config", dict(model="{place}"), "has no config.json"),
-    ("model folder without weights", dict(model="{place}/bare model"), "has no weights"),
+    ("model folder without config", dict(model="{inputs}"), "has no config.json"),
+    ("model folder without weights", dict(model="{inputs}/bare model"), "has no weights"),
     ("more tokens than positions", dict(max_prompt_length=1000), "1064 tokens, the model has 1024 positions"),
     ("heads not shared among GPUs", dict(tensor_parallel=3, gpus_per_node=3), "does not divide the model's 2 attention heads"),
     ("experiment with a slash", dict(experiment="a/b"), "--experiment 'a/b'"),
-    ("run folder is a file", dict(run_dir="{place}/rows.jsonl"), "--run_dir .*: is a file"),
+    ("run folder is a file", dict(run_dir="{inputs}/rows.jsonl"), "--run_dir .*: is a file"),
 ]
 
 
 @pytest.fixture(scope="module")
-def faults(place):
+def faults(inputs):
     """Files that are wrong in one way each, beside the good ones."""
     import pyarrow
     import pyarrow.parquet
 
-    (place / "rows.jsonl").write_text('{"prompt": "1?", "ground_truth": 1}\n')
-    (place / "text.parquet").write_text("not parquet")
-    pyarrow.parquet.write_table(pyarrow.table({"question": ["a"]}), place / "other.parquet")
-    (place / "empty.parquet").write_bytes(to_parquet([], "val", KINDS["arithmetic"], "arithmetic", "integer"))
-    save_chat_tokenizer(place / "bare model")
+    (inputs / "rows.jsonl").write_text('{"prompt": "1?", "ground_truth": 1}\n')
+    (inputs / "text.parquet").write_text("not parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"question": ["a"]}), inputs / "other.parquet")
+    (inputs / "empty.parquet").write_bytes(parquet([], "val"))
+    save_chat_tokenizer(inputs / "bare model")
     rows = [Problem([{"role": "user", "content": "1?"}], "none", "")] * 40
-    (place / "answers.parquet").write_bytes(to_parquet(rows, "train", KINDS["arithmetic"], "arithmetic", "integer"))
+    (inputs / "answers.parquet").write_bytes(parquet(rows, "train"))
     rows = [Problem([{"role": "user", "content": "1?"}], "1", "")] * 40
-    (place / "poetry.parquet").write_bytes(to_parquet(rows, "train", KINDS["jsonl"], "poetry", "poetry"))
-    (place / "few.parquet").write_bytes(to_parquet(rows[:31], "train", KINDS["arithmetic"], "arithmetic", "integer"))
-    table = pyarrow.parquet.read_table(place / "train.parquet")
+    (inputs / "poetry.parquet").write_bytes(parquet(rows, "train", "poetry", "poetry"))
+    (inputs / "few.parquet").write_bytes(parquet(rows[:31], "train"))
+    table = pyarrow.parquet.read_table(inputs / "train.parquet")
     large = table.set_column(0, "data_source", table["data_source"].cast(pyarrow.large_string()))
-    pyarrow.parquet.write_table(large, place / "large.parquet")
-    (place / "reward.py").write_text("def other(): pass\n")
-    return place
+    pyarrow.parquet.write_table(large, inputs / "large.parquet")
+    (inputs / "reward.py").write_text("def other(): pass\n")
+    return inputs
 
 
 @pytest.mark.parametrize("changes, message", [row[1:] for row in WITHOUT_VERL], ids=[row[0] for row in WITHOUT_VERL])
 def test_a_wrong_setting_is_refused_by_name(faults, capsys, changes, message):
-    changes = {name: str(value).format(place=faults) for name, value in changes.items()}
+    changes = {name: str(value).format(inputs=faults) for name, value in changes.items()}
     if message is None:  # argparse itself
         with pytest.raises(SystemExit) as stopped:
             dry_run(faults, **changes)
@@ -240,14 +228,14 @@ def test_a_wrong_setting_is_refused_by_name(faults, capsys, changes, message):
         ({"WANDB_MODE": "online"}, "WANDB_MODE=online, but there is no key"),
     ],
 )
-def test_a_wrong_environment_variable_is_refused_by_name(place, environment, message):
+def test_a_wrong_environment_variable_is_refused_by_name(inputs, environment, message):
     with pytest.raises(UserError, match=message):
-        dry_run(place, group_size=None, environment={"HOME": str(place), **environment})
+        dry_run(inputs, group_size=None, environment={"HOME": str(inputs), **environment})
 
 
-def test_an_unknown_flag_is_an_error(place, capsys):
+def test_an_unknown_flag_is_an_error(inputs, capsys):
     with pytest.raises(SystemExit) as stopped:
-        dry_run(place, "--group_sise", "4")
+        dry_run(inputs, "--group_sise", "4")
     assert stopped.value.code == 2 and "--group_sise" in capsys.readouterr().err
 
 
@@ -290,7 +278,7 @@ WITH_VERL = [
     ),
     ("reward manager under the dead key", ["reward_model.reward_manager=dapo"], "use reward.reward_manager.name"),
     ("reward file is missing", ["reward.custom_reward_function.path=/absent.py"], "VERL cannot load it"),
-    ("reward function is missing", ["reward.custom_reward_function.path='{place}/reward.py'"], "VERL cannot load it"),
+    ("reward function is missing", ["reward.custom_reward_function.path='{inputs}/reward.py'"], "VERL cannot load it"),
     (
         "unknown key",
         ["trainer.epochs=3"],
@@ -315,15 +303,15 @@ WITH_VERL = [
     ),
     (
         "fewer prompts than a step takes",
-        ["data.train_files='{place}/few.parquet'"],
+        ["data.train_files='{inputs}/few.parquet'"],
         "--train_files: 31 usable prompts, a step takes 32",
     ),
     (
         "answers the reward cannot use",
-        ["data.train_files='{place}/answers.parquet'"],
+        ["data.train_files='{inputs}/answers.parquet'"],
         "row 1: the ground_truth 'none' is not an integer",
     ),
-    ("unknown reward in the data", ["data.train_files='{place}/poetry.parquet'"], "reward 'poetry' .*is unknown"),
+    ("unknown reward in the data", ["data.train_files='{inputs}/poetry.parquet'"], "reward 'poetry' .*is unknown"),
     (
         "all prompts too long",
         ["data.max_prompt_length=10"],
@@ -342,7 +330,7 @@ WITH_VERL = [
     ),
     (
         "files that VERL cannot join",
-        ["data.train_files=['{place}/train.parquet','{place}/large.parquet']"],
+        ["data.train_files=['{inputs}/train.parquet','{inputs}/large.parquet']"],
         "large.parquet: VERL cannot load it: .*other types than in .*train.parquet",
     ),
     ("a key among the overrides", [f"+x.WANDB_API_KEY={FAKE_KEY}"], "x.WANDB_API_KEY: looks like a key"),
@@ -352,7 +340,7 @@ WITH_VERL = [
 @pytest.mark.parametrize("passed, message", [row[1:] for row in WITH_VERL], ids=[row[0] for row in WITH_VERL])
 def test_what_verl_would_take_in_silence_is_refused(faults, capsys, passed, message):
     needs_verl()
-    passed = [text.replace("{place}", str(faults).replace("'", "\\'")) for text in passed]
+    passed = [text.replace("{inputs}", str(faults).replace("'", "\\'")) for text in passed]
     with pytest.raises(UserError, match=message) as error:
         dry_run(faults, "--", *passed)
     assert "\n" not in str(error.value) and FAKE_KEY not in str(error.value)
@@ -373,21 +361,21 @@ def test_what_verl_would_take_in_silence_is_refused(faults, capsys, passed, mess
         (64, {"train_batch_size": 24, "mini_batch_size": 16}, "these fit:"),
     ],
 )
-def test_the_flags_that_are_said_to_fit_do(place, tmp_path, capsys, rows, changes, message):
+def test_the_flags_that_are_said_to_fit_do(inputs, tmp_path, capsys, rows, changes, message):
     needs_verl()
     problems = [Problem(row["prompt"], str(row["ground_truth"]), "") for row in make_problems(rows, seed=1)]
     few = tmp_path / "few.parquet"
-    few.write_bytes(to_parquet(problems, "train", KINDS["arithmetic"], "arithmetic", "integer"))
+    few.write_bytes(parquet(problems, "train"))
     with pytest.raises(UserError, match=message) as error:
-        dry_run(place, train_files=few, **changes)
-    dry_run(place, *str(error.value).partition(message)[2].split(), train_files=few, **changes)
+        dry_run(inputs, train_files=few, **changes)
+    dry_run(inputs, *str(error.value).partition(message)[2].split(), train_files=few, **changes)
     assert "all checks passed" in capsys.readouterr().out
 
 
-def test_a_dry_run_prints_command_and_settings_and_writes_nothing(place, capsys):
+def test_a_dry_run_prints_the_settings_and_writes_nothing(inputs, capsys):
     needs_verl()
-    before = sorted(place.rglob("*"))
-    dry_run(place, "--estimator", "paper", environment={"HOME": str(place), "WANDB_API_KEY": FAKE_KEY})
+    before = sorted(inputs.rglob("*"))
+    dry_run(inputs, "--estimator", "paper", environment={"HOME": str(inputs), "WANDB_API_KEY": FAKE_KEY})
     shown = capsys.readouterr()
     for part in (
         "32 prompts x 8 continuations = 256",
@@ -399,28 +387,28 @@ def test_a_dry_run_prints_command_and_settings_and_writes_nothing(place, capsys)
         "nothing was started",
     ):
         assert part in shown.out, part
-    assert FAKE_KEY not in shown.out + shown.err and sorted(place.rglob("*")) == before
+    assert FAKE_KEY not in shown.out + shown.err and sorted(inputs.rglob("*")) == before
 
 
-def test_the_printed_command_is_one_verl_composes_to_the_same_paths(place, capsys):
+def test_verl_composes_the_printed_command_to_the_same_paths(inputs, capsys):
     needs_verl()
     import shlex
 
     from Policy_Optimization.verl_config import compose
 
-    dry_run(place)
+    dry_run(inputs)
     command = capsys.readouterr().out.partition("command:\n")[2].rpartition("dry run:")[0].replace("\\\n", " ")
     arguments = shlex.split(command)
     cfg = compose(arguments[arguments.index("verl.trainer.main_ppo") + 1 :])
-    assert cfg.data.train_files == str(place / "train.parquet")
-    assert cfg.actor_rollout_ref.model.path == str(place / "my model")
-    assert cfg.trainer.default_local_dir == str(place / "run" / "checkpoints")
+    assert cfg.data.train_files == str(inputs / "train.parquet")
+    assert cfg.actor_rollout_ref.model.path == str(inputs / "my model")
+    assert cfg.trainer.default_local_dir == str(inputs / "run" / "checkpoints")
 
 
 # W&B
 
 
-def test_without_a_key_wandb_goes_offline_and_with_one_it_does_not(tmp_path):
+def test_wandb_goes_offline_without_a_key(tmp_path):
     home = {"HOME": str(tmp_path)}
     assert run_folder.wandb_mode(home) == "offline"
     assert run_folder.wandb_mode({**home, "WANDB_API_KEY": FAKE_KEY}) == "online"
@@ -473,7 +461,7 @@ def test_training_continues_from_the_newest_complete_checkpoint(tmp_path, comple
     assert (int(file.read_text()) if file.exists() else None) == expected
 
 
-def test_a_checkpoint_is_not_continued_under_other_settings_but_longer_training_is(tmp_path):
+def test_a_checkpoint_is_continued_under_its_own_settings_only(tmp_path):
     run_folder.start_attempt(tmp_path, {}, ["a.lr=1", "trainer.total_epochs=2"])
     run = run_folder.read_run(tmp_path)
     run_folder.check_same_run(tmp_path, run, ["a.lr=2"], False)  # no checkpoint yet: nothing to spoil
@@ -513,7 +501,7 @@ esac
 
 
 @pytest.fixture
-def shell(place, tmp_path):
+def shell(inputs, tmp_path):
     """Start grpo_train.sh in an environment whose VERL is the stand-in: start(trainer, *flags) -> Popen."""
     needs_verl()
     home = tmp_path / "env with space"
@@ -537,7 +525,7 @@ def shell(place, tmp_path):
             "WANDB_API_KEY": FAKE_KEY,
             "WANDB_MODE": "offline",
         }
-        command = ["bash", str(LAUNCHER), "--env", str(home), *good(place, run_dir=tmp_path / "my run"), *flags]
+        command = ["bash", str(LAUNCHER), "--env", str(home), *good(inputs, run_dir=tmp_path / "my run"), *flags]
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
         )
@@ -548,7 +536,7 @@ def shell(place, tmp_path):
 CPU = ("--", "trainer.device=cpu", "+x.text='a  b'")
 
 
-def test_the_script_runs_logs_finishes_and_does_not_start_a_finished_run(shell, tmp_path):
+def test_the_script_logs_and_starts_no_finished_run(shell, tmp_path):
     out, err = (first := shell("work", *CPU)).communicate()
     assert first.returncode == 0, err
     called = (tmp_path / "witness").read_text().split("\0")
@@ -567,7 +555,7 @@ def test_the_script_runs_logs_finishes_and_does_not_start_a_finished_run(shell, 
 
 
 @pytest.mark.slow
-def test_a_failing_trainer_gives_its_exit_code_and_the_next_attempt_its_own_log(shell, tmp_path):
+def test_a_failure_keeps_its_exit_code_and_its_log(shell, tmp_path):
     _, err = (failed := shell("fail", *CPU)).communicate()
     assert failed.returncode == 7 and "ended with code 7" in err and not (tmp_path / "my run" / "finished").exists()
     again = shell("work", *CPU)
@@ -593,21 +581,21 @@ def test_a_signal_reaches_the_trainer_and_says_how_to_continue(shell, tmp_path):
     assert not (tmp_path / "my run" / "finished").exists()
 
 
-def test_without_verl_it_says_how_to_install_it(place, tmp_path):
+def test_without_verl_it_says_how_to_install_it(inputs, tmp_path):
     """The whole script, from another folder, in a python that finds no verl."""
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['verl'] = None\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)}
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    command = ["bash", LAUNCHER, "--env", Path(sys.prefix), *good(place), "--dry_run"]
+    command = ["bash", LAUNCHER, "--env", Path(sys.prefix), *good(inputs), "--dry_run"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 2 and done.stdout == ""
     assert re.fullmatch(r'error: VERL is not installed here; .*pip install "verl==0.9.1".*\n', done.stderr), done.stderr
 
 
-@pytest.mark.parametrize("name, message", [("absent", "no folder"), ("{place}", "holds no bin/python")])
-def test_a_wrong_env_is_refused(place, name, message):
-    command = ["bash", LAUNCHER, "--env", name.format(place=place), "--dry_run"]
+@pytest.mark.parametrize("name, message", [("absent", "no folder"), ("{inputs}", "holds no bin/python")])
+def test_a_wrong_env_is_refused(inputs, name, message):
+    command = ["bash", LAUNCHER, "--env", name.format(inputs=inputs), "--dry_run"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and message in done.stderr
 

@@ -9,20 +9,21 @@ import pandas
 import pyarrow
 import pyarrow.parquet
 import pytest
-from test_chat_template import CALLED, DATED, LLAMA_3, TOOL, USES_TOOLS, on_day  # noqa: F401
-from test_launcher import checkpoint, dry_run, needs_verl, place  # noqa: F401
+from test_chat_template import CALLED, DATED, LLAMA_3, TOOL, USES_TOOLS
+from test_launcher import checkpoint, dry_run, needs_verl
 from test_prepare_parquet import prepare, read, write_jsonl
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.oracle_table import load_dataset_rows
 from Gradient_evaluation.utils import format_prompt
 from Policy_Optimization import checks, launch, run_folder
-from Policy_Optimization.settings import read_settings, verl_overrides
+from Policy_Optimization.overrides import verl_overrides
+from Policy_Optimization.settings import read_settings
 
 
-def with_template(place, template, tmp_path):  # noqa: F811
+def with_template(inputs, template, tmp_path):
     """A model folder as the launcher wants it, with another chat template."""
-    folder = shutil.copytree(place / "my model", tmp_path / "model")
+    folder = shutil.copytree(inputs / "my model", tmp_path / "model")
     (folder / "chat_template.jinja").write_text(template)
     return folder
 
@@ -70,14 +71,14 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_pass_exactly_where_verl_can_join_them(place, tmp_path, kind, monkeypatch):  # noqa: F811
+def test_files_pass_exactly_where_verl_can_join_them(inputs, tmp_path, kind, monkeypatch):
     needs_verl()
     import datasets
     from omegaconf import OmegaConf
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    first = Path(shutil.copy(place / "train.parquet", tmp_path))
+    first = Path(shutil.copy(inputs / "train.parquet", tmp_path))
     files = [str(first), str(rewritten(first, kind))]
     config = OmegaConf.create({"filter_overlong_prompts": False, "cache_dir": str(tmp_path / "verl")})
     try:
@@ -129,7 +130,7 @@ ACTOR, ROLLOUT, REF = (f"actor_rollout_ref.{part}" for part in ("actor", "rollou
         ([f"{ROLLOUT}.log_prob_use_dynamic_bsz=False"], "log_prob_use_dynamic_bsz=False"),
     ],
 )
-def test_under_dynamic_batches_the_longest_sequence_fits_the_tokens_of_a_gpu(overrides, named):
+def test_the_longest_sequence_fits_the_tokens_of_a_gpu(overrides, named):
     cfg = composed(*overrides)
     from Policy_Optimization.verl_config import check_token_budgets
 
@@ -140,13 +141,13 @@ def test_under_dynamic_batches_the_longest_sequence_fits_the_tokens_of_a_gpu(ove
             check_token_budgets(cfg)
 
 
-def test_lora_is_checked_on_a_machine_without_vllm(place, capsys):  # noqa: F811
+def test_lora_is_checked_on_a_machine_without_vllm(inputs, capsys):
     needs_verl()
-    dry_run(place, "--", "actor_rollout_ref.model.lora_rank=32")
+    dry_run(inputs, "--", "actor_rollout_ref.model.lora_rank=32")
     assert "all checks passed" in capsys.readouterr().out
 
 
-def test_flash_attention_is_missed_before_a_node_is_booked_unless_another_is_asked_for():
+def test_missing_flash_attention_is_named_unless_not_needed():
     import importlib.util
 
     cfg = composed()
@@ -162,7 +163,7 @@ def test_flash_attention_is_missed_before_a_node_is_booked_unless_another_is_ask
 # a checkpoint of other GPUs
 
 
-def test_a_checkpoint_of_eight_gpus_is_not_continued_on_four_whatever_flag_insists(place, tmp_path):  # noqa: F811
+def test_a_checkpoint_of_eight_gpus_is_not_continued_on_four(inputs, tmp_path):
     checkpoint(tmp_path, 5)
     actor = tmp_path / "checkpoints" / "global_step_5" / "actor"
     for rank in range(8):
@@ -180,7 +181,7 @@ def test_a_checkpoint_of_eight_gpus_is_not_continued_on_four_whatever_flag_insis
     needs_verl()
     (tmp_path / "run.json").write_text(json.dumps({"attempts": 1, "overrides": [], "wandb_run_id": "x"}))
     with pytest.raises(UserError, match="8 parts.*cannot be continued on 1"):
-        dry_run(place, "--allow_changes", run_dir=tmp_path)
+        dry_run(inputs, "--allow_changes", run_dir=tmp_path)
 
 
 # prompts, as prepare_parquet.py writes them and the launcher and VERL read them
@@ -197,13 +198,13 @@ def test_an_empty_system_message_is_written_and_taken(tmp_path):
         checks.check_rows([{**train[0], "prompt": [{"role": "user", "content": ""}]}], "x.parquet", "train_files", None)
 
 
-def test_verl_renders_tool_calls_of_the_parquet_file_as_the_evaluation_renders_the_rows(place, tmp_path):  # noqa: F811
+def test_verl_renders_tool_calls_as_the_evaluation_does(inputs, tmp_path):
     needs_verl()
     from omegaconf import OmegaConf
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
     model = with_template(
-        place,
+        inputs,
         USES_TOOLS.replace("m.reasoning_content is defined", "m.reasoning_content").replace(
             "'tool_call_id' in m", "m.tool_call_id"
         ),
@@ -239,9 +240,9 @@ def test_verl_renders_tool_calls_of_the_parquet_file_as_the_evaluation_renders_t
     checks.check_rows(read(tmp_path / "out" / "train.parquet"), "train.parquet", "train_files", None)
 
 
-def test_messages_that_verl_would_render_otherwise_are_refused(place, tmp_path):  # noqa: F811
+def test_messages_that_verl_would_render_otherwise_are_refused(inputs, tmp_path):
     """USES_TOOLS asks whether a message *has* a tool_call_id, and in VERL every message has one, null or not."""
-    model = with_template(place, USES_TOOLS, tmp_path)
+    model = with_template(inputs, USES_TOOLS, tmp_path)
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": CALLED, "ground_truth": 5}])
     with pytest.raises(UserError, match="a.jsonl, line 1: VERL gives every message the fields of all"):
         prepare(tmp_path, "jsonl", source, source, "--model", str(model))
@@ -256,7 +257,7 @@ def test_messages_that_verl_would_render_otherwise_are_refused(place, tmp_path):
         ({"prompt": [*CALLED[:1], {"role": "assistant", "content": "The sum"}]}, "ends with a message of the assistant"),
     ],
 )
-def test_what_verl_cannot_carry_is_refused_when_it_is_written_and_when_it_is_read(tmp_path, change, message):
+def test_what_verl_cannot_carry_is_not_written_and_not_read(tmp_path, change, message):
     row = {"prompt": CALLED[:1], "ground_truth": 5, **change}
     source = write_jsonl(tmp_path / "a.jsonl", [row])
     with pytest.raises(UserError, match=f"a.jsonl, line 1: .*{message}"):
@@ -266,8 +267,8 @@ def test_what_verl_cannot_carry_is_refused_when_it_is_written_and_when_it_is_rea
         checks.check_rows([known], "x.parquet", "train_files", None)
 
 
-def test_a_variable_is_counted_with_and_one_that_nothing_reads_is_refused(place, tmp_path, capsys):  # noqa: F811
-    model = with_template(place, USES_TOOLS, tmp_path)
+def test_template_variables_are_counted_unread_ones_refused(inputs, tmp_path, capsys):
+    model = with_template(inputs, USES_TOOLS, tmp_path)
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": CALLED[:1], "ground_truth": 5}])
     with pytest.raises(UserError, match="--chat_template_kwargs: pass --model"):
         prepare(tmp_path, "jsonl", source, source, "--chat_template_kwargs", '{"enable_thinking": false}')
@@ -301,13 +302,13 @@ def test_variables_reach_verl_as_they_were_given():
         verl_overrides(read_settings([], {"CHAT_TEMPLATE_KWARGS": '{"a b": 1}'}))
 
 
-def test_a_training_keeps_the_date_it_began_with_where_its_template_can_be_given_one(place, tmp_path, on_day, capsys):  # noqa: F811
+def test_a_training_keeps_the_date_it_began_with(inputs, tmp_path, on_day, capsys):
     needs_verl()
-    model = with_template(place, LLAMA_3, tmp_path)
+    model = with_template(inputs, LLAMA_3, tmp_path)
 
     def pinned(previous, *flags):
         settings = read_settings(["--model", str(model), *flags], {})
-        notes = launch.pin_date(settings, previous)
+        settings, notes = launch.pin_date(settings, previous)
         return settings.chat_template_kwargs, notes, verl_overrides(settings)
 
     on_day(0)
@@ -319,5 +320,5 @@ def test_a_training_keeps_the_date_it_began_with_where_its_template_can_be_given
     given = {"date_string": "26 Jul 2024"}
     assert pinned({}, "--chat_template_kwargs", json.dumps(given))[:2] == (given, [])
     (model / "chat_template.jinja").write_text(DATED)  # reads the clock alone, and VERL passes no clock on
-    dry_run(place, model=model)
+    dry_run(inputs, model=model)
     assert "VERL's prompts change from day to day" in capsys.readouterr().out

@@ -11,7 +11,8 @@ import pytest
 from chat_tokenizer import save_chat_tokenizer
 
 from data.make_arithmetic import make_problems
-from data.prepare_parquet import answer_text, main
+from data.prepare_parquet import main
+from data.verl_parquet import answer_text
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.oracle_table import load_dataset_rows
 from Gradient_evaluation.utils import REWARDS
@@ -34,7 +35,7 @@ def prepare(folder, kind, train, val=None, *flags):
     return read(folder / "out" / "train.parquet"), read(folder / "out" / "val.parquet")
 
 
-def test_arithmetic_rows_have_the_schema_verl_reads_and_lose_nothing(tmp_path):
+def test_arithmetic_rows_have_the_schema_that_verl_reads(tmp_path):
     problems = make_problems(30, seed=1)
     sources = write_jsonl(tmp_path / "a.jsonl", problems[:20]), write_jsonl(tmp_path / "b.jsonl", problems[20:])
     train, val = prepare(tmp_path, "arithmetic", *sources)
@@ -69,7 +70,7 @@ def test_verls_own_dataset_loads_the_files(tmp_path):
         assert isinstance(row["reward_model"]["ground_truth"], str) and row["data_source"] == "arithmetic"
 
 
-def test_the_evaluation_reads_the_same_file_and_its_reward_takes_every_answer(tmp_path):
+def test_the_evaluation_reads_the_same_file(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", make_problems(10, seed=3))
     prepare(tmp_path, "arithmetic", source, None, "--val_size", "3")
     rows = load_dataset_rows(str(tmp_path / "out" / "val.parquet"), "train")
@@ -111,7 +112,7 @@ def test_answers_no_reward_can_use_are_refused(kind, reward, value, message):
         answer_text(value, reward, kind)
 
 
-def test_gsm8k_and_math_files_ask_for_the_form_their_reward_reads(tmp_path):
+def test_gsm8k_and_math_ask_for_the_form_their_reward_reads(tmp_path):
     gsm8k = [{"question": f"{n} clips?", "answer": f"so\n#### {n}"} for n in (1, 2, 3)]
     train, _ = prepare(tmp_path, "gsm8k", write_jsonl(tmp_path / "g.jsonl", gsm8k), None, "--val_size", "1")
     assert train[0]["data_source"] == "openai/gsm8k" and "####" in train[0]["prompt"][0]["content"]
@@ -138,7 +139,7 @@ def test_overlong_prompts_are_counted_and_refused_or_dropped(tmp_path, capsys):
     assert len(kept) == 4 and "dropped 2 train prompts of more than 60 tokens" in capsys.readouterr().err
 
 
-def test_prompts_shared_by_train_and_validation_are_reported_and_can_be_dropped(tmp_path, capsys):
+def test_shared_prompts_are_reported_and_can_be_dropped(tmp_path, capsys):
     rows = [{"prompt": f"{n}?", "ground_truth": n} for n in range(5)]
     changed = [{"prompt": "3?", "ground_truth": 33}, {"prompt": "9?", "ground_truth": 9}]
     train, val = write_jsonl(tmp_path / "t.jsonl", rows), write_jsonl(tmp_path / "v.jsonl", changed)
@@ -148,7 +149,7 @@ def test_prompts_shared_by_train_and_validation_are_reported_and_can_be_dropped(
     assert [row["ground_truth"] for row in kept] == ["0", "1", "2", "4"] and len(asked) == 2
 
 
-def test_a_held_out_part_is_disjoint_complete_and_fixed_by_its_seed(tmp_path):
+def test_a_held_out_part_is_disjoint_and_fixed_by_its_seed(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"prompt": f"{n}?", "ground_truth": n} for n in range(50)])
     splits = [prepare(tmp_path, "jsonl", source, None, "--val_size", "10", "--seed", seed) for seed in "112"]
     assert splits[0] == splits[1] != splits[2]

@@ -21,7 +21,7 @@ MATH_CASES = [(r"so \boxed{\frac{2}{4}}", "0.5"), (r"\boxed{3}", "4"), ("no answ
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["kind"])
-def test_training_scores_every_shared_case_as_the_evaluation_does(case):
+def test_training_scores_each_case_as_the_evaluation_does(case):
     text = case["text"].replace("TEXT_OF_9000_DIGITS_7", "7" * 9000)
     if case["reward"] == "error":
         with pytest.raises(UserError):
@@ -66,7 +66,7 @@ def test_keyword_beats_row_beats_data_source():
     assert set(DATA_SOURCES.values()) <= set(REWARDS)
 
 
-def test_an_unknown_data_source_or_reward_is_an_error_that_names_the_fix():
+def test_an_unknown_data_source_or_reward_names_the_fix():
     with pytest.raises(UserError, match="data_source 'poetry'.*prepare_parquet.py"):
         compute_score("poetry", "x", "1")
     with pytest.raises(UserError, match="'style'.*integer or math"):

@@ -1,4 +1,4 @@
-"""A sweep plans a run for each size and seed, keeps what is finished, and follows a recommendation if there is one."""
+"""A sweep plans a run for each group size and seed, skips finished runs, and follows a recommendation if there is one."""
 
 import json
 import os
@@ -11,15 +11,15 @@ import pytest
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.stats.group_size import group_size_law
-from Policy_Optimization.settings import training_law
+from Policy_Optimization.overrides import training_law
 from Policy_Optimization.sweep_manifest import (
     admissible_sizes,
     check_same_law,
     main,
     make_plan,
-    mark,
     read_manifest,
     recommended_sizes,
+    write_manifest,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def test_admissible_sizes_divide_all_budgets():
         ({"G_star": 0.7}, [2]),
     ],
 )
-def test_recommended_sizes_are_the_admissible_ones_near_g_star(law, expected):
+def test_recommended_sizes_are_admissible_and_near_g_star(law, expected):
     assert recommended_sizes({"group_size_law": law}, "r.json", SIZES) == expected
 
 
@@ -123,7 +123,7 @@ MEASURED = {
         ({}, {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}'}, [], "measured with chat_template_kwargs null"),
     ],
 )
-def test_a_recommendation_holds_for_the_law_it_was_measured_under(changes, variables, passed, shown):
+def test_a_recommendation_holds_for_its_sampling_law(changes, variables, passed, shown):
     law, training = {**MEASURED, **changes}, training_law({"MODEL": "org/m", **variables}, passed)
     if shown is None:
         assert check_same_law({"law": law}, "r.json", training, False) == []
@@ -134,15 +134,15 @@ def test_a_recommendation_holds_for_the_law_it_was_measured_under(changes, varia
     assert shown in str(caught.value) and shown in warning
 
 
-def test_a_results_file_of_an_earlier_version_says_what_it_says():
+def test_a_results_file_of_an_earlier_version():
     training = training_law({"MODEL": "org/m"}, [])
     old = {name: value for name, value in MEASURED.items() if name != "chat_template_kwargs"}
     assert check_same_law({"law": old}, "r.json", training, False) == []
     (warning,) = check_same_law({}, "r.json", training, False)
-    assert "does not say under which law" in warning
+    assert "does not say under which sampling law" in warning
 
 
-def test_a_sweep_is_not_planned_on_a_recommendation_of_another_law(tmp_path):
+def test_the_sweep_refuses_another_sampling_law(tmp_path):
     results = {"group_size_law": {"G_star": 8.0, "powers_of_two": [8]}, "law": {**MEASURED, "top_p": 0.95}}
     (tmp_path / "r.json").write_text(json.dumps(results))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "MODEL": "org/m"}
@@ -160,34 +160,45 @@ def test_a_sweep_is_not_planned_on_a_recommendation_of_another_law(tmp_path):
 
 
 @pytest.mark.parametrize("reason", ["no reward ever differed: all ...", "c3 = -1 is not above 0", "c1 cannot be told from 0"])
-def test_a_law_without_an_answer_is_refused_with_its_reason(reason):
+def test_no_group_size_is_refused_with_its_reason(reason):
     law = {"G_star": None, "powers_of_two": None, "within_10_percent": None, "reasons": {"G_star": reason}}
     with pytest.raises(UserError, match="^r.json: group_size_law recommends no size: .*; give --group_sizes$") as caught:
         recommended_sizes({"group_size_law": law}, "r.json", SIZES)
     assert reason in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_law_of_rewards_that_never_differ_is_refused_by_the_sweep():
+def test_rewards_that_never_differ_are_refused():
     law = group_size_law(np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4)), n_bootstrap=50)
     with pytest.raises(UserError, match="no reward ever differed"):
         recommended_sizes({"group_size_law": law}, "r.json", SIZES)
 
 
-def test_a_plan_keeps_what_is_done_and_adds_what_is_new(tmp_path):
-    make_plan(tmp_path, [8, 4], [0, 1], BUDGETS)
-    mark(tmp_path, "g4_seed1", "finished", 0)
-    mark(tmp_path, "g8_seed0", "failed", 7)
-    runs = make_plan(tmp_path, [4, 16], [1], BUDGETS)["runs"]
-    status = {(run["group_size"], run["seed"]): run["status"] for run in runs}
-    assert status == {(4, 0): "pending", (4, 1): "finished", (8, 0): "failed", (8, 1): "pending", (16, 1): "pending"}
-    assert read_manifest(tmp_path)["runs"] == runs and read_manifest(tmp_path)["budget"] == 1024
+def finish(sweep_dir, name):
+    """What grpo_train.sh leaves at the end of a run."""
+    (sweep_dir / name).mkdir(parents=True)
+    (sweep_dir / name / "finished").touch()
 
 
-def test_a_plan_refuses_sizes_outside_the_budget_and_another_budget_before_it_writes(tmp_path):
+def test_a_plan_keeps_its_runs_and_adds_new_ones(tmp_path):
+    write_manifest(tmp_path, make_plan(tmp_path, [8, 4], [0, 1], BUDGETS))
+    plan = make_plan(tmp_path, [4, 16], [1], BUDGETS)
+    runs = [(run["group_size"], run["seed"]) for run in plan["runs"]]
+    assert runs == [(4, 0), (4, 1), (8, 0), (8, 1), (16, 1)] and plan["budget"] == 1024
+    write_manifest(tmp_path, plan)
+    assert read_manifest(tmp_path) == plan
+
+
+def test_a_manifest_with_the_status_of_runs_is_taken(tmp_path):
+    """Earlier versions wrote status, exit_code and changed into it."""
+    run = {"group_size": 4, "seed": 1, "run_dir": "g4_seed1", "status": "failed", "exit_code": 7, "changed": "2025"}
+    (tmp_path / "manifest.json").write_text(json.dumps({**BUDGETS, "runs": [run]}))
+    assert make_plan(tmp_path, [4], [1], BUDGETS)["runs"] == [{"group_size": 4, "seed": 1, "run_dir": "g4_seed1"}]
+
+
+def test_wrong_sizes_and_another_budget_are_refused(tmp_path):
     with pytest.raises(UserError, match="--group_sizes 3 does not divide --budget 1024; these do: 2, 4, 8"):
         make_plan(tmp_path / "a", [4, 3], [0], BUDGETS)
-    assert not (tmp_path / "a").exists()
-    make_plan(tmp_path, [4], [0], BUDGETS)
+    write_manifest(tmp_path, make_plan(tmp_path, [4], [0], BUDGETS))
     with pytest.raises(UserError, match="made with --budget 1024, not 512; give another --sweep_dir"):
         make_plan(tmp_path, [4], [0], {**BUDGETS, "budget": 512})
 
@@ -199,11 +210,13 @@ def test_a_damaged_manifest_is_one_line(tmp_path, text):
         read_manifest(tmp_path)
 
 
-def test_todo_lists_the_unfinished_runs_that_are_asked_for(tmp_path, capsys):
-    make_plan(tmp_path, [4, 8], [0, 1], BUDGETS)
-    mark(tmp_path, "g4_seed0", "finished", 0)
-    main(["todo", "--sweep_dir", str(tmp_path), "--group_sizes", "4", "--seeds", "0", "1"])
-    assert capsys.readouterr().out.split("\0")[:-1] == ["4", "1", "g4_seed1"]
+def test_it_prints_the_unfinished_runs_that_are_asked_for(tmp_path, capsys):
+    write_manifest(tmp_path, make_plan(tmp_path, [4, 8], [0, 1], BUDGETS))
+    finish(tmp_path, "g4_seed0")
+    main(["--sweep_dir", str(tmp_path), "--group_sizes", "4", "--seeds", "0", "1"])
+    shown = capsys.readouterr()
+    assert shown.out.split("\0")[:-1] == ["4", "1", "g4_seed1"]
+    assert shown.err == "4 runs, 1 of them finished; sizes 4\n"
 
 
 # the shell script, with a stand-in for the launcher's python (the manifest is real)
@@ -223,7 +236,7 @@ done
 mkdir -p "$run/logs"
 printf '%s\\0' -m verl.trainer.main_ppo "$@" >"$plan/command"
 printf 'WANDB_MODE=disabled\\0' >"$plan/environment"
-printf '%s\\0' "$run" "$run/logs/console_1.log" >"$plan/places"
+printf '%s\\0' "$run" "$run/logs/console_1.log" >"$plan/paths"
 """
 
 
@@ -257,31 +270,29 @@ def lines(tmp_path):
     return [line for line in called if line.startswith("dry")], [line for line in called if line.startswith("-m")]
 
 
-def test_a_sweep_checks_every_run_first_then_trains_each_and_skips_the_finished(sweep, tmp_path):
+def test_every_run_is_checked_then_trained_once(sweep, tmp_path):
     done = sweep("--seeds", "0", "1", "--", "trainer.save_freq=50", "+x='a  b'")
     assert done.returncode == 0, done.stderr
     checked, trained = lines(tmp_path)
     assert len(checked) == len(trained) == 4
     assert all(line.endswith("-- trainer.save_freq=50 +x='a  b'") for line in trained)
     assert "--group_size 4 --seed 1" in trained[1] and f"--run_dir {tmp_path}/my sweep/g4_seed1" in trained[1]
-    assert {run["status"] for run in read_manifest(tmp_path / "my sweep")["runs"]} == {"finished"}
+    assert len(list((tmp_path / "my sweep").glob("*/finished"))) == 4
     assert sweep("--seeds", "0", "1").returncode == 0 and lines(tmp_path) == ([], [])
 
 
-def test_a_failed_run_does_not_stop_the_others_and_is_tried_again(sweep, tmp_path):
+def test_a_failed_run_is_tried_again_and_stops_no_other(sweep, tmp_path):
     done = sweep(fail_at="--group_size 4")
     assert done.returncode == 1 and "1 of the runs failed" in done.stderr
-    runs = read_manifest(tmp_path / "my sweep")["runs"]
-    ends = {run["run_dir"]: (run["status"], run["exit_code"]) for run in runs}
-    assert ends == {"g4_seed0": ("failed", 7), "g8_seed0": ("finished", 0)}
+    assert [path.parent.name for path in (tmp_path / "my sweep").glob("*/finished")] == ["g8_seed0"]
     assert sweep().returncode == 0
     assert ["--group_size 4" in line for line in lines(tmp_path)[1]] == [True]
 
 
-def test_an_interrupted_sweep_stops_and_goes_on_with_the_same_command(sweep, tmp_path):
+def test_an_interrupted_sweep_goes_on(sweep, tmp_path):
     done = sweep(fail_at="--group_size 4", code=143)
     assert done.returncode == 143 and "the same command goes on" in done.stderr
-    assert [run["status"] for run in read_manifest(tmp_path / "my sweep")["runs"]] == ["interrupted", "pending"]
+    assert len(lines(tmp_path)[1]) == 1 and not list((tmp_path / "my sweep").glob("*/finished"))
     assert sweep().returncode == 0 and len(lines(tmp_path)[1]) == 2
 
 
@@ -302,13 +313,13 @@ def test_a_dry_run_checks_all_and_writes_nothing(sweep, tmp_path):
         (["--env"], "--env: a value is missing"),
     ],
 )
-def test_a_wrong_sweep_is_one_line_and_exit_code_2_before_anything_runs(sweep, tmp_path, flags, message):
+def test_a_wrong_sweep_is_one_line_and_exit_code_2(sweep, tmp_path, flags, message):
     done = sweep(*flags, EPOCH_BUDGET="100")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and message in done.stderr, done.stderr
     assert lines(tmp_path) == ([], []) and not (tmp_path / "my sweep" / "manifest.json").exists()
 
 
-def test_a_recommendation_that_is_not_there_is_one_line_and_exit_code_2(tmp_path):
+def test_a_missing_recommendation_is_one_line(tmp_path):
     (tmp_path / "r.json").write_text(json.dumps({"group_size_law": {"G_star": None}}))
     command = ["bash", SWEEP, "--sweep_dir", tmp_path / "s", "--recommended", tmp_path / "r.json"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

@@ -10,9 +10,17 @@ from test_plot_tracecov import results
 from tiny_models import float_means_double, tiny_model, tiny_tokenizer
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw, log_probs, sample_continuations, uniforms
+from Gradient_evaluation.sampling.generate import (
+    Continuation,
+    SamplingLaw,
+    log_probs,
+    sample_continuations,
+    sample_groups,
+    uniforms,
+)
 from Gradient_evaluation.stats.group_size import group_size_law
-from Policy_Optimization.train_group_sizes import main, sample_groups, summarise, weighted_log_probs
+from Policy_Optimization.policy_gradient import weighted_log_probs
+from Policy_Optimization.train_group_sizes import main, summarise
 
 LAW = SamplingLaw(temperature=1.2, top_p=0.9, max_new_tokens=7)
 PROMPTS = [[5, 9, 3], [5, 9, 3, 8, 8, 1, 4], [5, 9, 7, 2], [5, 9, 3]]
@@ -48,7 +56,7 @@ def test_a_batch_of_prompts_draws_what_each_prompt_alone_would(size):
 @pytest.mark.parametrize(
     "prompts", [PROMPTS, PROMPTS[:1] * 3, [[4], [4, 5], [6]]], ids=["shared_beginning", "one_prompt", "nothing_shared"]
 )
-def test_the_loss_and_its_gradient_are_those_of_one_row_at_a_time(prompts):
+def test_loss_and_gradient_are_those_of_one_row_at_a_time(prompts):
     model, generator = model_of(), np.random.default_rng(0)
     continuations = [
         Continuation(tuple(generator.integers(0, len(WORDS), size=length).tolist()), True, "")
@@ -103,7 +111,7 @@ def flags(folder, out, *more):
     ]
 
 
-def test_runs_end_to_end_and_an_interrupted_sweep_continues_to_the_same_numbers(folder, tmp_path, capsys):
+def test_interrupted_runs_continue_to_the_same_numbers(folder, tmp_path, capsys):
     out = tmp_path / "new" / "sizes.json"
     main(flags(folder, out))
     shown, first = capsys.readouterr().out, json.loads(out.read_text())
@@ -121,7 +129,7 @@ def test_runs_end_to_end_and_an_interrupted_sweep_continues_to_the_same_numbers(
     assert again["summary"] == first["summary"]
 
 
-def test_training_moves_the_policy_only_where_rewards_differ_within_a_group(folder, tmp_path):
+def test_silent_groups_do_not_move_the_policy(folder, tmp_path):
     """Greedy draws have equal rewards: every group is silent, and the held-out reward stays that of the start."""
     out = tmp_path / "silent.json"
     main(flags(folder, out, "--max_new_tokens", "1", "--temperature", "1e-6", "--group_sizes", "4"))
@@ -165,7 +173,7 @@ def test_the_table_stands_beside_the_predicted_curve(folder, tmp_path, capsys):
         assert f"{law['curve']['mse_times_N'][size - 2] / 16:.4g}" in captured.out
 
 
-def test_the_summary_is_the_mean_over_seeds_with_its_standard_error():
+def test_the_summary_is_the_mean_over_seeds_with_its_error():
     runs = {
         str(i): {"G": 4, "held_out_reward": value, "train_reward": [0.1, 0.3], "silent_share": 0.5}
         for i, value in enumerate((0.2, 0.4))
@@ -175,7 +183,7 @@ def test_the_summary_is_the_mean_over_seeds_with_its_standard_error():
     assert row["train_reward"] == pytest.approx(0.2) and row["B"] == 4 and row["predicted_mse"] is None
 
 
-def test_runs_of_other_settings_or_another_file_are_refused_in_one_line(folder, tmp_path):
+def test_runs_of_other_settings_are_refused_in_one_line(folder, tmp_path):
     out = tmp_path / "sizes.json"
     main(flags(folder, out, "--seeds", "1", "--group_sizes", "2"))
     with pytest.raises(UserError, match="another learning_rate"):

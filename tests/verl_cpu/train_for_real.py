@@ -22,14 +22,14 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
-from Gradient_evaluation.errors import UserError  # noqa: E402
-from Gradient_evaluation.runs.files import write_json  # noqa: E402
-from plots.training_logs import load_runs  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from Gradient_evaluation.cli import Parser, integer, run
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.files import write_json
+from plots.training_logs import load_runs
 
-HERE = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
+HERE = ROOT / "tests" / "verl_cpu"
 LIMIT = 3600  # seconds for one start of the launcher, on a busy machine
 # The model knows products and quotients, and at temperature 2 says them with doubt: what a few steps can learn. At
 # temperature 1 on all kinds, 32 steps moved nothing beyond noise (0.2225 to 0.2213).
@@ -218,11 +218,10 @@ def check(run_dir: Path, steps: int, saved: int, killed_after: int) -> dict:
     first, second = steps_logged(run_dir, 1), steps_logged(run_dir, 2)
     assert first[0] == 0 and first[-1] >= killed_after, first
     assert [step for step in second if step != saved][0] == saved + 1 and second[-1] == steps, second
-    (logged,), (offline,) = load_runs(run_dir), load_runs(run_dir / "wandb")
+    (logged,) = load_runs(run_dir)
     assert logged.group_size == 8 and {0, saved, steps} <= set(logged.accuracy)
     offline_files = list(run_dir.glob("wandb/offline-run-*/*.wandb"))
     assert len(offline_files) == 2 and len({file.name for file in offline_files}) == 1, offline_files
-    assert offline.accuracy[steps] == logged.accuracy[steps], (offline, logged)
     assert (run_dir / "finished").exists()
     before, after = accuracy_by_prompt(run_dir, 0), accuracy_by_prompt(run_dir, steps)
     validation = paired(before, after)
