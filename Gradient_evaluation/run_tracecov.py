@@ -32,7 +32,7 @@ if __name__ == "__main__":
     one_line_while_importing()
 
 from Gradient_evaluation.flags import GRAM_DTYPES, add_shared_flags  # noqa: E402
-from Gradient_evaluation.stats.estimators import DEFAULT, ESTIMATORS, resolve  # noqa: E402
+from Gradient_evaluation.stats.estimators import DEFAULT, ESTIMATORS, extra_rollouts, resolve, sketched_names  # noqa: E402
 
 # The flags that --from_grams heeds; every other one says how Grams are made.
 WITH_FROM_GRAMS = (
@@ -204,7 +204,6 @@ from Gradient_evaluation.runs.resume import (
     refuse_difference,
     saved_on_interrupt,
 )
-from Gradient_evaluation.stats.sketch_weights import sketched_names  # noqa: E402
 from plots.plot_tracecov import plot_tracecov  # noqa: E402
 from plots.style import save_figure  # noqa: E402
 
@@ -270,7 +269,7 @@ def prepare(args, dtype: torch.dtype, held: ExitStack) -> Plan:
         "params": args.params,
         "by_layer": args.by_layer,
         "sketch_dim": args.sketch_dim,
-        "greedy": "greedy" in args.estimators,
+        "greedy": "greedy" in extra_rollouts(args.estimators),
         "gram_dtype": args.gram_dtype,
         "sketched": sketched,
         "sketched_at": args.K_list[-1] if len(sketched) > 1 else None,

@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from abstract_policy import summary_of
 from test_estimators import make_records
 from test_sampler_check import longrope_model
 from test_scripts import call, one_line_error, oracle, policy, problems, read, table, tracecov  # noqa: F401
@@ -12,7 +13,7 @@ from tiny_models import tiny_tokenizer
 from Gradient_evaluation import calculate_oracle_v
 from Gradient_evaluation.runs import measure as prompt_measurement
 from Gradient_evaluation.sampling import generate as sampling
-from Gradient_evaluation.stats.summary import _on_policy_warning, summarise
+from Gradient_evaluation.stats.summary import _on_policy_warning
 
 FEW = ("--K_list", 4, "--M", 4)
 
@@ -51,7 +52,7 @@ def test_the_on_policy_check_warns_in_words_where_scores_are_of_another_law_and_
         for n_prompts in (5, 12, 40):
             for centred in (True, False):
                 records = make_records(n_prompts=n_prompts, sizes=(8, 8), seed=100 * seed, centred=centred)
-                check = summarise(records, [2], n_bootstrap=10)["on_policy_check"]
+                check = summary_of(records, [2], 10)["on_policy_check"]
                 if centred:
                     assert check["warning"] is None
                 elif n_prompts == 40:
