@@ -22,6 +22,7 @@ from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.estimators import ESTIMATORS, Moments, moments_of
+from Gradient_evaluation.stats.missing import Missing
 from Gradient_evaluation.stats.prompts import PromptMoments
 from plots.plot_tracecov import load_results
 
@@ -65,8 +66,8 @@ class Measurement:
     @property
     def oracle_values(self) -> np.ndarray:
         """(n,) V(x). Raises UserError where there are none."""
-        if isinstance(self.moments.oracle_value, str):
-            raise UserError(self.moments.oracle_value)
+        if isinstance(self.moments.oracle_value, Missing):
+            raise UserError(self.moments.oracle_value.reason)
         return self.moments.oracle_value
 
     @property
@@ -77,8 +78,8 @@ class Measurement:
     def at(self, name: str, group_size: int) -> Moments:
         """One closed-form estimator's moments at any K. Raises UserError with the reason where it has none."""
         found = moments_of(self.moments, name, group_size)
-        if isinstance(found.trace, str):
-            raise UserError(f"{name}: {found.trace}")
+        if isinstance(found.trace, Missing):
+            raise UserError(f"{name}: {found.trace.reason}")
         return found
 
 
@@ -104,8 +105,8 @@ def load_measurement(path: str | Path, grams: str | Path | None = None, compare_
         )
     scores: list[Scores] = []
     moments = estimators.reduce_prompts(_passing(folder, scores), [compare_at], list(ESTIMATORS))
-    seed = (results.get("bootstrap") or {}).get("seed", 0)
-    summary = estimators.summarise(moments, [compare_at], seed=seed, names=list(ESTIMATORS))
+    bootstrap = PromptBootstrap(len(moments), seed=(results.get("bootstrap") or {}).get("seed", 0))
+    summary = estimators.summarise(moments, [compare_at], bootstrap, list(ESTIMATORS))
     return Measurement(label, results, moments, scores, [compare_at], summary["estimators"], summary["reasons"])
 
 

@@ -1,11 +1,23 @@
-"""A policy of a few outcomes, all of whose moments are exact sums: the ground truth of the estimators' tests."""
+"""A policy of a few outcomes, all of whose moments are exact sums: the ground truth of the estimators' tests.
+
+And short ways from records, or from moments per prompt, to results.
+"""
 
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
+
+from Gradient_evaluation.stats.blocks import PairMoments
+from Gradient_evaluation.stats.bootstrap import PromptBootstrap
+from Gradient_evaluation.stats.group_size import group_size_law
+from Gradient_evaluation.stats.prompts import PromptMoments, reduce_prompts
+from Gradient_evaluation.stats.silent_groups import RewardCounts
+from Gradient_evaluation.stats.sketch_pairs import Sketches
+from Gradient_evaluation.stats.summary import summarise
 
 
 class Policy(NamedTuple):
@@ -62,3 +74,33 @@ def sample_block(policy: Policy, size: int, generator: np.random.Generator):
     """One block as a record holds it: (gram (B, B), rewards (B,), lengths (B,) int)."""
     index = generator.choice(len(policy.probs), size=size, p=policy.probs)
     return policy.scores[index] @ policy.scores[index].T, policy.rewards[index], policy.lengths[index]
+
+
+def summary_of(records, K_list, n_bootstrap=2000, names=()) -> dict:
+    """``summarise`` of Gram records, or of PromptMoments."""
+    prompts = records if isinstance(records, PromptMoments) else reduce_prompts(records, K_list, names)
+    return summarise(prompts, K_list, PromptBootstrap(len(prompts), n_bootstrap), names)
+
+
+def coin(n: int) -> RewardCounts:
+    """As many rewards of 0 as of 1 among n continuations."""
+    return RewardCounts(np.array([0, 1]), np.array([n // 2, n // 2]), np.ones(2))
+
+
+def prompts_with(theta_sq, zeta1, zeta2, outcomes=None, theta_sq_noise=np.nan):
+    """What ``group_size_law`` reads of PromptMoments, from (n,) moments; by default no noise is known."""
+    theta_sq, zeta1, zeta2 = (np.asarray(part, dtype=np.float64) for part in (theta_sq, zeta1, zeta2))
+    n = len(theta_sq)
+    return SimpleNamespace(
+        pairs=PairMoments(zeta2 + theta_sq, zeta1 + theta_sq, theta_sq),
+        outcomes=[coin(512)] * n if outcomes is None else outcomes,
+        theta_sq_noise=np.full(n, theta_sq_noise),
+    )
+
+
+def group_size_law_of(case, n_bootstrap=50, seed=0, layout=None, dim=None) -> dict:
+    """The group-size law of (theta_sq, zeta1, zeta2, gradients or None) per prompt, and perhaps its outcomes."""
+    theta_sq, zeta1, zeta2, gradients, *outcomes = case
+    sketches = None if gradients is None else Sketches(gradients, layout, dim)
+    bootstrap = PromptBootstrap(len(theta_sq), n_bootstrap, seed)
+    return group_size_law(prompts_with(theta_sq, zeta1, zeta2, *outcomes), sketches, bootstrap)

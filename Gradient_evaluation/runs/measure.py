@@ -17,9 +17,8 @@ from Gradient_evaluation.runs.oracle_table import Row, rewards_of
 from Gradient_evaluation.runs.prompts import law_of
 from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw, log_probs, sample_continuations, uniforms
 from Gradient_evaluation.settings import TracecovSettings
-from Gradient_evaluation.stats.estimators import group_rules
+from Gradient_evaluation.stats.estimators import extra_rollouts, group_rules, sketch_weights, sketched_names
 from Gradient_evaluation.stats.modules import layer_moments
-from Gradient_evaluation.stats.sketch_weights import sketch_weights, sketched_names
 
 SMALLEST_BLOCK = 4  # an unbiased estimate of ||theta||^2 needs four continuations in a block
 
@@ -167,8 +166,8 @@ class Measurement:
         }
 
     def _greedy_reward(self, row: Row, prompt_ids: list[int]) -> float | None:
-        """Reward of the greedy continuation, when the estimator that needs it is asked for."""
-        if "greedy" not in self.settings.estimators:
+        """Reward of the greedy continuation, where an estimator needs it."""
+        if "greedy" not in extra_rollouts(self.settings.estimators):
             return None
         law = replace(law_of(self.settings), temperature=1.0, top_k=1, top_p=1.0)
         u = np.zeros((1, self.settings.max_new_tokens))

@@ -18,10 +18,12 @@ from Gradient_evaluation.runs.files import write_json
 from Gradient_evaluation.runs.oracle_table import Row
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
+from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.estimators import DEFAULT, label_of
 from Gradient_evaluation.stats.group_size import group_size_law
 from Gradient_evaluation.stats.modules import by_layer
-from Gradient_evaluation.stats.sketch_pairs import SketchPart, prompt_averaged_cosines
+from Gradient_evaluation.stats.prompts import PromptMoments
+from Gradient_evaluation.stats.sketch_pairs import Sketches, SketchPart, prompt_averaged_cosines
 
 
 @dataclass
@@ -90,18 +92,19 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
     """
     notes, folder = Notes(), Path(settings.save_json)
     prompts = estimators.reduce_prompts(notes.passing(records), settings.K_list, settings.estimators)
-    summary = estimators.summarise(prompts, settings.K_list, seed=settings.seed, names=settings.estimators)
+    bootstrap = PromptBootstrap(len(prompts), seed=settings.seed)
+    summary = estimators.summarise(prompts, settings.K_list, bootstrap, settings.estimators)
     if about["law"].get("scoring") == "published":
         summary["on_policy_check"]["warning"] = PUBLISHED_SCORES
         summary["reasons"].pop("on_policy_check.warning", None)
-    summary["group_size_law"] = law_of(prompts, notes, about["law"], settings.seed)
+    summary["group_size_law"] = group_size_law_of(prompts, notes, about["law"], bootstrap)
     if notes.layers:
         summary["by_layer"] = by_layer(
             notes.layers[0][0],
             [moments for _, moments in notes.layers],
             [row["V_oracle"] for row in notes.table],
             settings.K_list,
-            seed=settings.seed,
+            bootstrap,
         )
     sizes = {str(size): notes.block_sizes[size] for size in sorted(notes.block_sizes)}
     results = {**summary, **about, "batches": {"gen_bs": gen_bs, "blocks_by_size": sizes}}
@@ -194,36 +197,25 @@ def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Row]
     return results if config == wanted and all(each == table for each in found) else None
 
 
-def law_of(prompts: estimators.PromptMoments, notes: Notes, identity: dict, seed: int) -> dict:
+def group_size_law_of(prompts: PromptMoments, notes: Notes, identity: dict, bootstrap: PromptBootstrap) -> dict:
     """The entry ``group_size_law``: constants, G*, and the cosine of each sketched estimator to the gradient.
 
     identity: of the run that made the Grams.
     """
-    sketch_dim, largest = identity.get("sketch_dim"), identity.get("sketched_at") or 0
-    pairs, complete = prompts.pairs, all(sketch is not None for sketch in notes.sketches)
-    sketches = np.stack(notes.sketches) if complete else None
-    layout = [SketchPart(*map(int, part)) for part in notes.sketch_layout] if complete else None
-    law = group_size_law(
-        pairs.disjoint,
-        pairs.shared_member - pairs.disjoint,
-        pairs.same_pair - pairs.disjoint,
-        None if sketches is None else sketches[:, 0],
-        prompts.outcomes,
-        theta_sq_noise=prompts.theta_sq_noise,
-        sketch_dim=sketch_dim or None,
-        sketch_layout=layout,
-        seed=seed,
-    )
-    law["cosine_to_gradient"] = {}
-    if sketches is not None and sketches.shape[1] > 1:
-        if min(notes.block_sizes) < largest:
-            law["reasons"]["cosine_to_gradient"] = (
-                f"blocks of {min(notes.block_sizes)} continuations hold no group of {largest}; raise --block_size"
-            )
-        else:
-            law["cosine_to_gradient"] = prompt_averaged_cosines(
-                sketches[:, 1:], sketches[:, 0], notes.sketch_names[1:], layout, law["sketch_dim"], seed=seed
-            )
+    sketches = theta = None
+    if all(sketch is not None for sketch in notes.sketches):
+        sketches, layout = np.stack(notes.sketches), [SketchPart(*map(int, part)) for part in notes.sketch_layout]
+        theta = Sketches(sketches[:, 0], layout, identity.get("sketch_dim") or None)
+    law = group_size_law(prompts, theta, bootstrap)
+    law |= {"sketch_dim": identity.get("sketch_dim") or None, "cosine_to_gradient": {}}
+    if theta is None or sketches.shape[1] == 1:
+        return law
+    smallest, largest = min(notes.block_sizes), identity.get("sketched_at") or 0
+    if smallest < largest:
+        why = f"blocks of {smallest} continuations hold no group of {largest}; raise --block_size"
+        law["reasons"]["cosine_to_gradient"] = why
+    else:
+        law["cosine_to_gradient"] = prompt_averaged_cosines(sketches[:, 1:], notes.sketch_names[1:], theta, bootstrap)
     return law
 
 
@@ -293,18 +285,24 @@ def _other_estimators(results: dict) -> list[str]:
     others = {name: found for name, found in results["estimators"].items() if name not in DEFAULT}
     if not others:
         return []
+    cosines = (results.get("group_size_law") or {}).get("cosine_to_gradient") or {}
     lines = [
         "",
-        "other estimators: MSE | signal-to-noise ratio | K at which plain GRPO has that ratio; - : reasons in the "
-        "results say why",
+        "other estimators: MSE | signal-to-noise ratio | K at which plain GRPO has that ratio | cosine to the gradient; - : "
+        "reasons in the results say why",
     ]
+    if cosines:
+        largest = results["law"]["sketched_at"]
+        lines.append(f"(cosine: of the mean of groups of {largest}; without one the mean has the gradient's direction)")
     for name, found in others.items():
         lines.append(f"  {name}: {found['title']}")
+        cosine = cosines.get(name) or {"cosine": None, "ci95": None}
         for i, K in enumerate(results["K_list"]):
-            parts = [_cell(found, part, i) for part in ("mse", "signal_to_noise", "effective_group_size")]
+            cells = [_cell(found, part, i) for part in ("mse", "signal_to_noise", "effective_group_size")]
+            cells.append(value_text(cosine["cosine"], cosine["ci95"]))
             each = found["continuations_per_group"][i]
             dropped = "" if each is None or each <= K else f" | {each:.3g} continuations are sampled for a group that is kept"
-            lines.append(f"{K:>6}  " + " | ".join(f"{part:>30}" for part in parts) + dropped)
+            lines.append(f"{K:>6}  " + " | ".join(f"{cell:>30}" for cell in cells) + dropped)
     return [*lines, ""]
 
 

@@ -48,7 +48,7 @@ from Gradient_evaluation.runs.resume import (
     saved_on_interrupt,
 )
 from Gradient_evaluation.settings import WITH_FROM_GRAMS, TracecovSettings
-from Gradient_evaluation.stats.sketch_weights import sketched_names
+from Gradient_evaluation.stats.estimators import extra_rollouts, sketched_names
 
 # Flags that decide the blocks and the prompts. run.json stores them beside the identity, for messages and --from_grams.
 STORED_FLAGS = ("T", "M", "K_list", "block_size", "estimators", "subsample_prompts")
@@ -153,7 +153,7 @@ def identity_beside_the_law(settings: TracecovSettings, sizes: list[int]) -> dic
         "params": settings.params,
         "by_layer": settings.by_layer,
         "sketch_dim": settings.sketch_dim,
-        "greedy": "greedy" in settings.estimators,
+        "greedy": "greedy" in extra_rollouts(settings.estimators),
         "gram_dtype": settings.gram_dtype,
         "sketched": sketched,
         "sketched_at": settings.K_list[-1] if len(sketched) > 1 else None,

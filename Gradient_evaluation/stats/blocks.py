@@ -3,16 +3,29 @@
 A block is B independent continuations of one prompt: ``gram`` (..., B, B) with Q_ij = <g_i, g_j> (scores
 g = grad log pi, in squared gradient units) and ``rewards`` (..., B). Every function takes leading batch
 dimensions, computes in float64 and returns U-statistics: their expectation over blocks is exact at any B
-that is large enough, so blocks, and then prompts, are simply averaged. Formulas: shared METHOD, section 4.
+that is large enough. So blocks are averaged, and then prompts. Formulas: shared METHOD, section 4.
+
+There are two kinds of moments:
+* Moments of pairs. They give the trace of GRPO and of prompt-only baselines in closed form at every K.
+* Moments of resampled groups, where a continuation's weight depends on its whole group in a way that is not a plain
+  difference (a division by the group's std). No closed form at every K is known for these. But any K members of a
+  block are a group of K, and disjoint groups are independent. Random partitions of the block into groups give
+  E||ghat||^2 from each group, ||E ghat||^2 from pairs of groups of one partition, and <E ghat, theta> from a group and
+  the rest of the block. All are unbiased for every partition, so the same fixed partitions serve every block, prompt
+  and estimator.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 
+from Gradient_evaluation.stats.advantages import group_advantages
+
 MIN_BLOCK = 4  # ||theta||^2 needs two disjoint pairs
+GROUPS_PER_BLOCK = 256  # more would only reduce the noise of the choice of groups, which is small beside the block's own
 
 
 def off_diagonal(gram: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -31,7 +44,7 @@ def prompt_only_coefficients(gram: np.ndarray, rewards: np.ndarray) -> np.ndarra
 
     For a b fixed independently of the block, each coefficient is unbiased (b = 0 vanilla, b = V oracle):
     A = E[Z^2 ||g||^2] - ||E[Z g]||^2, N = E[Z ||g||^2] - <E[Z g], E[g]>, D = E||g||^2 - ||E[g]||^2.
-    A b computed from the same block would make the result too low.
+    With a b computed from the same block the result is too low.
     """
     square = np.einsum("...ii->...i", gram)
     one = np.ones_like(rewards)
@@ -55,11 +68,26 @@ class PairMoments(NamedTuple):
 
     same_pair: np.ndarray  # E||h_12||^2
     shared_member: np.ndarray  # E<h_12, h_13>
-    disjoint: np.ndarray  # E<h_12, h_34> = ||E h||^2; ||theta||^2 where E[g] = 0
+    disjoint: np.ndarray  # E<h_12, h_34> = ||E h||^2
+
+    @property
+    def theta_sq(self) -> np.ndarray:
+        """||E h||^2, which is ||theta||^2 where E[g] = 0."""
+        return self.disjoint
+
+    @property
+    def zeta1(self) -> np.ndarray:
+        """Covariance trace of two kernels with one common member: E<h_12, h_13> - ||E h||^2."""
+        return self.shared_member - self.disjoint
+
+    @property
+    def zeta2(self) -> np.ndarray:
+        """Variance trace of one kernel: E||h_12||^2 - ||E h||^2."""
+        return self.same_pair - self.disjoint
 
 
 def pair_coefficients(rewards: np.ndarray) -> np.ndarray:
-    """C (..., B, B) with sum_j h_ij = sum_k C_ik g_k; rewards (..., B), best centred (only differences count)."""
+    """C (..., B, B) with sum_j h_ij = sum_k C_ik g_k; rewards (..., B), best centred (only differences matter)."""
     size = rewards.shape[-1]
     row, column = rewards[..., :, None], rewards[..., None, :]
     own = size * row - rewards.sum(-1)[..., None, None]
@@ -69,7 +97,7 @@ def pair_coefficients(rewards: np.ndarray) -> np.ndarray:
 def pair_moments(gram: np.ndarray, rewards: np.ndarray) -> PairMoments:
     """The three unbiased moments that fix GRPO's covariance at every K, in O(B^3) (B >= 4).
 
-    Sums over all ordered index tuples are matrix products; the sums over coinciding indices are taken off:
+    Sums over all ordered index tuples are matrix products, from which the sums over equal indices are subtracted:
     S2 = sum_ij ||h_ij||^2, S1 = sum over j != k of <h_ij, h_ik>, S4 = sum over four distinct indices.
     """
     size = gram.shape[-1]
@@ -92,11 +120,13 @@ def pair_moments(gram: np.ndarray, rewards: np.ndarray) -> PairMoments:
 def group_trace(moments: PairMoments, group_size: int | np.ndarray) -> np.ndarray:
     """tr Cov of GRPO with leave-one-out baseline at group size K >= 2, exact also for K > B.
 
-    4 zeta1 / K + (2 zeta2 - 4 zeta1) / (K (K - 1)), zeta1 = E<h_12, h_13> - T, zeta2 = E||h_12||^2 - T, with
-    T = E<h_12, h_34>: Hoeffding's variance of a U-statistic of order 2 (paper, section 4.2).
+    4 zeta1 / K + (2 zeta2 - 4 zeta1) / (K (K - 1)): Hoeffding's variance of a U-statistic of order 2 (paper,
+    section 4.2).
+
+    >>> group_trace(PairMoments(same_pair=4.0, shared_member=2.0, disjoint=1.0), 4)  # zeta1 = 1, zeta2 = 3
+    1.1666666666666667
     """
-    zeta1 = moments.shared_member - moments.disjoint
-    zeta2 = moments.same_pair - moments.disjoint
+    zeta1, zeta2 = moments.zeta1, moments.zeta2
     return 4 * zeta1 / group_size + (2 * zeta2 - 4 * zeta1) / (group_size * (group_size - 1))
 
 
@@ -117,3 +147,80 @@ def mixture_coefficients(gram: np.ndarray, rewards: np.ndarray) -> np.ndarray:
         disjoint = (factor * total).sum(-1) - 2 * shared
         result.append((shared - disjoint / (size - 2)) / (size * (size - 1)))
     return np.stack(result, axis=-1)
+
+
+class GroupMoments(NamedTuple):
+    """Moments of a group's ghat = (1/K) sum_i A_i g_i; each (...,) float64, NaN where B is too small.
+
+    A silent group (all rewards equal) has ghat = 0 under every kind of advantage. So these are also the moments of
+    ghat times the indicator of a group that is kept, where silent groups are dropped.
+    """
+
+    square: np.ndarray  # E||ghat||^2, needs K <= B
+    disjoint: np.ndarray  # ||E ghat||^2, needs 2 K <= B
+    inner: np.ndarray  # <E ghat, theta>, needs K + 2 <= B
+
+
+@cache
+def partitions(block_size: int, group_size: int, n_groups: int = GROUPS_PER_BLOCK) -> np.ndarray:
+    """Random disjoint groups of members: (n_partitions, block_size // group_size, group_size), always the same."""
+    per_partition = block_size // group_size
+    n_partitions = -(-n_groups // per_partition)
+    generator = np.random.default_rng([block_size, group_size])
+    order = generator.permuted(np.tile(np.arange(block_size), (n_partitions, 1)), axis=1)
+    return order[:, : per_partition * group_size].reshape(n_partitions, per_partition, group_size)
+
+
+def group_moments(
+    gram: np.ndarray, rewards: np.ndarray, lengths: np.ndarray, kind: str, group_size: int, n_groups: int = GROUPS_PER_BLOCK
+) -> GroupMoments:
+    """Unbiased moments of one kind of advantage (``group_advantages``) at one K from a block.
+
+    gram (..., B, B), rewards and lengths (..., B).
+    """
+    size, lead = gram.shape[-1], rewards.shape[:-1]
+    nothing = np.full(lead, np.nan)
+    if group_size > size:
+        return GroupMoments(nothing, nothing, nothing)
+    members = partitions(size, group_size, n_groups)
+    n_partitions, per_partition, _ = members.shape
+    weights = np.zeros((*lead, n_partitions, per_partition, size))
+    values = group_advantages(rewards[..., members], kind, lengths[..., members]) / group_size
+    np.put_along_axis(weights, np.broadcast_to(members, values.shape), values, axis=-1)
+
+    flat = weights.reshape(*lead, -1, size)
+    images = flat @ gram
+    squares = (images * flat).sum(-1).reshape(weights.shape[:-1])
+    disjoint = inner = nothing
+    if per_partition >= 2:
+        together = weights.sum(-2)
+        whole = ((together @ gram) * together).sum(-1)
+        pairs = (whole - squares.sum(-1)) / (per_partition * (per_partition - 1))
+        disjoint = pairs.mean(-1)
+    if group_size + 2 <= size:
+        inner = (images * _rest_estimates(members, rewards)).sum(-1).mean(-1)
+    return GroupMoments(squares.mean((-2, -1)), disjoint, inner)
+
+
+def _rest_estimates(members: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+    """For each group the weights (..., n_groups, B) of the leave-one-out estimate of theta from all non-members."""
+    size = rewards.shape[-1]
+    flat = members.reshape(-1, members.shape[-1])
+    rest = np.ones((len(flat), size))
+    np.put_along_axis(rest, flat, 0.0, axis=-1)
+    n_rest = size - members.shape[-1]
+    mean = (rewards @ rest.T) / n_rest
+    return rest * (rewards[..., None, :] - mean[..., None]) / (n_rest - 1)
+
+
+def mean_group_weights(kind: str, rewards: np.ndarray, lengths: np.ndarray, group_size: int) -> np.ndarray:
+    """(B,): the weight of each score in the mean of ghat over the groups of a block; rewards and lengths (B,).
+
+    Groups larger than the block are the whole block. Silent groups count as 0.
+    """
+    size = min(group_size, len(rewards))
+    members = partitions(len(rewards), size)
+    weights = group_advantages(rewards[members], kind, lengths[members]) / size
+    total = np.zeros(len(rewards))
+    np.add.at(total, members.ravel(), weights.ravel())
+    return total / (members.shape[0] * members.shape[1])

@@ -1,10 +1,10 @@
-"""How sure is an average over prompts? Bootstrap-t intervals, the same resamples of prompts for every quantity.
+"""How sure is an average over prompts? Bootstrap-t intervals, from the same resamples of prompts for every quantity.
 
 A resample b of the prompts gives a mean m_b and its standard error s_b. Bootstrap-t takes (m_b - m) / s_b for the
-distribution of (m - truth) / s, so m - s (m_b - m) / s_b are draws of where the truth may lie; the interval is their
-2.5% and 97.5% quantile. A percentile interval, the quantiles of m_b itself, is too narrow for few prompts with heavy
-tails; tests/stats/test_coverage.py simulates both and prints the coverage. A function of several means (a ratio, say) has
-its standard error from the delta method.
+distribution of (m - truth) / s. So m - s (m_b - m) / s_b are draws of the truth, and the interval is their 2.5% and
+97.5% quantile. A percentile interval, the quantiles of m_b itself, is too narrow for few prompts with heavy tails;
+tests/stats/test_coverage.py simulates both and prints the coverage. The standard error of a function of several means
+(a ratio, for example) comes from the delta method.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from Gradient_evaluation.stats.missing import Missing
+
 ONE_PROMPT = "one prompt: there is no interval over prompts"
-STUDENT = 4  # with fewer prompts a resample holds too few different ones, and Student's t is taken
+STUDENT = 4  # with fewer prompts Student's t is used: a resample has too few different prompts
 STEP = 1e-4  # of a numeric derivative, in standard errors
 LEAST_ERROR = 0.1  # of a resample's standard error, as a share of the sample's own
 
@@ -28,12 +30,18 @@ class Estimate(NamedTuple):
     interval: list[float] | None = None
     reason: str | None = None
 
+    def value_or_missing(self) -> float | Missing:
+        return Missing(self.reason) if self.value is None else self.value
+
+    def interval_or_missing(self) -> list[float] | Missing:
+        return Missing(self.reason) if self.interval is None else self.interval
+
 
 @dataclass(frozen=True)
 class Averages:
-    """q averages over prompts, known together: what bootstrap-t needs of any function of them.
+    """q averages over prompts with their resamples: what bootstrap-t needs for any function of them.
 
-    Under ``STUDENT`` prompts, ``resampled`` are draws of the truth already and ``resampled_covariance`` is None.
+    With fewer than ``STUDENT`` prompts ``resampled`` are already draws of the truth, and ``resampled_covariance`` is None.
     """
 
     means: np.ndarray  # (q,)
@@ -72,7 +80,7 @@ class Averages:
         return values, draws if self.other_errors is None else draws + self.other_errors @ coefficients.T
 
     def linear_ratio(self, numerators: np.ndarray, denominator: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(values (m,), draws (n_bootstrap, m)) of m sums over one sum; coefficients (m, q) and (q,): ``draws``, quicker."""
+        """(values (m,), draws (n_bootstrap, m)) of m sums over one sum; coefficients (m, q) and (q,): ``draws``, faster."""
 
         def parts(means):  # (..., q) → ratios (..., m), their derivatives (..., m, q)
             with np.errstate(divide="ignore", invalid="ignore"):
@@ -104,38 +112,38 @@ class Averages:
 def _studentised(deviations: np.ndarray, errors: np.ndarray, error) -> np.ndarray:
     """``error`` times deviations / errors.
 
-    A resample of few distinct prompts can have next to no spread of its own, and a quotient by it no size: an interval of
-    six prompts reached from -19 to 194,301. So ``errors`` count as at least LEAST_ERROR of ``error``. Simulated coverage
-    (63 cases, 4 to 40 prompts) stays within a point, but for ratios of four very heavy-tailed prompts (0.86 to 0.82).
+    A resample of few distinct prompts can have almost no spread of its own, and a quotient by it has no bound: an interval
+    of six prompts was -19 to 194,301. So ``errors`` count as at least LEAST_ERROR of ``error``. Simulated coverage
+    (63 cases, 4 to 40 prompts) stays within a point, except for ratios of four very heavy-tailed prompts (0.86 to 0.82).
     """
     least = np.maximum(errors, LEAST_ERROR * error)
     return deviations * np.divide(error, least, out=np.ones_like(errors), where=least > 0)
 
 
 class PromptBootstrap:
-    """``n_bootstrap`` resamples of ``n_prompts`` prompts, drawn once from ``seed``."""
+    """``n_bootstrap`` resamples of ``n_prompts`` prompts, drawn once from ``seed``. One object serves all quantities."""
 
     def __init__(self, n_prompts: int, n_bootstrap: int = 2000, seed: int = 0):
         if n_prompts < 1:
             raise ValueError("there are no prompts to average over")
         if n_bootstrap < 1:
             raise ValueError(f"n_bootstrap must be at least 1, got {n_bootstrap}")
-        self.n_prompts, self.n_bootstrap = n_prompts, n_bootstrap
+        self.n_prompts, self.n_bootstrap, self.seed = n_prompts, n_bootstrap, seed
         generator = np.random.default_rng(seed)
         counts = generator.multinomial(n_prompts, [1 / n_prompts] * n_prompts, size=n_bootstrap)
         self._weights = counts / n_prompts
         if n_prompts < STUDENT:
-            # Rows of deviations weighted so have Student's t: normal numbers over the root of a common chi-square.
+            # Deviations with these weights have Student's t: normal numbers over the root of a common chi-square.
             freedom = max(1, n_prompts - 1)
             normal = generator.standard_normal((n_bootstrap, n_prompts)) / np.sqrt(n_prompts * freedom)
             self._student = normal / np.sqrt(generator.chisquare(freedom, (n_bootstrap, 1)) / freedom)
 
     def resampled_means(self, values: np.ndarray) -> np.ndarray:
-        """values (n_prompts, ...) → the mean of each resample, (n_bootstrap, ...). Not an interval's: see ``draws``."""
+        """values (n_prompts, ...) → the mean of each resample, (n_bootstrap, ...). For an interval see ``draws``."""
         return np.tensordot(self._weights, values, axes=1)
 
     def counts_in_parts(self, size: int = 250) -> Iterator[np.ndarray]:
-        """How often each prompt stands in a resample: all of them, in parts of (``size``, n_prompts)."""
+        """How often each prompt is in a resample: all resamples, in parts of (``size``, n_prompts)."""
         for start in range(0, len(self._weights), size):
             yield np.rint(self._weights[start : start + size] * self.n_prompts)
 
@@ -155,7 +163,7 @@ class PromptBootstrap:
     def interval(self, draws: np.ndarray, value: float | None = None) -> list[float] | None:
         """The central 95% of (n_bootstrap,) ``draws``, widened to hold ``value``; None with one prompt.
 
-        None too where so many draws have no finite value that they would decide the interval's ends.
+        None also where more than 2.5% of the draws are not finite: these would decide the ends.
         """
         finite = draws[np.isfinite(draws)]
         if self.n_prompts < 2 or len(finite) < 0.975 * len(draws):
@@ -198,9 +206,9 @@ class PromptBootstrap:
         return self.estimate(float(values.mean()), self.draws(values))
 
     def zero_reason(self, values: np.ndarray, name: str) -> str | None:
-        """Why the mean of (n_prompts,) values must not be divided by: its interval is not above 0. None if it may.
+        """Why nothing may be divided by the mean of (n_prompts,) values: its interval is not above 0. None if it may.
 
-        With one prompt there is no interval, and nothing is divided by what a single estimate may have got wrong.
+        With one prompt there is no interval, and nothing is divided by a single estimate.
         """
         estimate = self.mean(values)
         if estimate.value is not None and estimate.value <= 0 and estimate.interval is None:
@@ -222,7 +230,7 @@ class PromptBootstrap:
 
 
 def not_above_zero(interval: Sequence[float], name: str) -> str | None:
-    """Why something with this interval must not be divided by; None where the lower end is above 0."""
+    """Why nothing may be divided by a number with this interval; None where the lower end is above 0."""
     low, high = interval
     if low > 0:
         return None

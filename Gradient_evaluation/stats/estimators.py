@@ -1,58 +1,73 @@
 """Which gradient estimators are compared? One table; adding one is one entry.
 
-An entry is a title and either ``moments``, a closed form in the prompts' moments, or ``group``, a kind of advantages
-A_i whose moments are found by resampled groups (``resampled_groups``): ghat = (1/K) sum_i A_i g_i. K is the number of
-continuations of a group; theta(x) = E[g Z] the prompt's true gradient. All formulas take E[g] = 0 where they say
-theta: a score of the law that was sampled has it, and the on-policy check of every run shows it.
+An entry declares all that an estimator needs; nothing asks for an estimator by its name elsewhere. Its moments come from
 
-Two things happen to the groups of an update batch beyond their prompt, and both are flags of an entry:
+* ``moments``, a closed form in the prompts' moments, or
+* ``group``, a kind of advantages A_i: ghat = (1/K) sum_i A_i g_i, its moments from resampled groups (``blocks``).
+
+K is the number of continuations of a group; theta(x) = E[g Z] is the prompt's true gradient. All formulas that name
+theta take E[g] = 0. Scores of the law that was sampled have this mean, and the on-policy check of every run shows it.
+
+Two flags of an entry say what happens to the groups of an update batch beyond their prompt:
 * ``drop_silent``: groups of equal rewards are dropped; see ``given_kept``.
 * ``per_token``: token-mean aggregation divides by the tokens of the whole batch; see ``over_mean_length``.
+
+Gradients are sketched for the cosine of an estimator's mean to theta. The sketch of sum_i w_i g_i is unbiased for the
+sketch of an estimator's mean where w_i are its weights. For an entry with a ``group`` these are averaged over the groups
+of the block; ``direction`` says them for another one. An entry with neither points where GRPO points.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from Gradient_evaluation.stats.blocks import PairMoments, group_trace, prompt_only_trace
-from Gradient_evaluation.stats.prompts import PromptMoments
+from Gradient_evaluation.stats.advantages import group_advantages
+from Gradient_evaluation.stats.blocks import group_trace, mean_group_weights, prompt_only_trace
+from Gradient_evaluation.stats.missing import Missing
+
+if TYPE_CHECKING:
+    from Gradient_evaluation.stats.prompts import PromptMoments
+
+NO_TARGET = Missing("its target is not theta")
 
 
 class Moments(NamedTuple):
-    """One estimator at one K: each (n_prompts,) float64, or a text that says why it cannot be computed."""
+    """One estimator at one K; the first four are (n_prompts,) float64 or Missing."""
 
-    trace: np.ndarray | str  # tr Cov[ghat | x]
-    signal: np.ndarray | str  # ||E[ghat | x]||^2
-    squared_bias: np.ndarray | str  # ||E[ghat | x] - theta(x)||^2
-    mse: np.ndarray | str  # E||ghat - theta(x)||^2
+    trace: np.ndarray | Missing  # tr Cov[ghat | x]
+    signal: np.ndarray | Missing  # ||E[ghat | x]||^2
+    squared_bias: np.ndarray | Missing = NO_TARGET  # ||E[ghat | x] - theta(x)||^2
+    mse: np.ndarray | Missing = NO_TARGET  # E||ghat - theta(x)||^2
     scale: float | None = None  # where E[ghat | x] = scale * theta(x) exactly
     weight: np.ndarray | None = None  # how much each prompt counts: P(keep) where groups are dropped
     notes: Mapping[str, float] = {}  # further numbers for the results, such as a fitted weight
 
 
 class Estimator(NamedTuple):
-    """An entry of the table. ``other_target`` says what it estimates if that is not theta; see ``label_of``."""
+    """An entry of the table: what an estimator is called, and all that it needs."""
 
     title: str
-    moments: Callable[[PromptMoments, int], Moments] | None = None
-    group: str | None = None  # a kind of advantages.group_advantages
-    other_target: str | None = None
+    moments: Callable[[PromptMoments, int], Moments] | None = None  # of the prompts at one K
+    group: str | None = None  # instead of ``moments``: a kind of advantages.group_advantages
+    extra_rollout: str | None = None  # a continuation that is sampled beside the groups: "greedy"
+    direction: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None  # rewards, lengths (B,) -> weights (B,)
+    other_target: str | None = None  # what it estimates, if that is not theta
     drop_silent: bool = False
     per_token: bool = False
-    label: str | None = None
+    label: str | None = None  # see ``label_of``
 
 
-def unbiased(prompts: PromptMoments, trace: np.ndarray | str, **more) -> Moments:
+def unbiased(prompts: PromptMoments, trace: np.ndarray | Missing, **more) -> Moments:
     """The moments of an estimator with E[ghat] = theta: the MSE is the trace."""
-    return Moments(trace, prompts.pairs.disjoint, np.zeros(len(prompts)), trace, scale=1.0, **more)
+    return Moments(trace, prompts.pairs.theta_sq, np.zeros(len(prompts)), trace, scale=1.0, **more)
 
 
-def prompt_only(prompts: PromptMoments, group_size: int, baseline: np.ndarray | float | str) -> Moments:
-    """The estimator (1/K) sum_i g_i (Z_i - b(x)) with b fixed before the group is drawn; a text b is a reason."""
-    if isinstance(baseline, str):
+def prompt_only(prompts: PromptMoments, group_size: int, baseline: np.ndarray | float | Missing) -> Moments:
+    """The estimator (1/K) sum_i g_i (Z_i - b(x)) with b fixed before the group is drawn."""
+    if isinstance(baseline, Missing):
         return unbiased(prompts, baseline)
     return unbiased(prompts, prompt_only_trace(prompts.coefficients, baseline - prompts.centre) / group_size)
 
@@ -60,14 +75,14 @@ def prompt_only(prompts: PromptMoments, group_size: int, baseline: np.ndarray | 
 def best_baseline(prompts: PromptMoments, group_size: int) -> Moments:
     """b* = E[Z ||g||^2] / E||g||^2, cross-fitted over blocks (Greensmith et al. 2004): the floor of ``prompt_only``."""
     trace = prompts.best_trace
-    return unbiased(prompts, trace if isinstance(trace, str) else trace / group_size)
+    return unbiased(prompts, trace if isinstance(trace, Missing) else trace / group_size)
 
 
-def mean_of_others(prompts: PromptMoments) -> np.ndarray | str:
+def mean_of_others(prompts: PromptMoments) -> np.ndarray | Missing:
     """(n,): for each prompt the mean over the other prompts of their mean rewards."""
     n = len(prompts)
     if n < 2:
-        return "the mean reward of the other prompts needs at least two prompts"
+        return Missing("the mean reward of the other prompts needs at least two prompts")
     return (prompts.mean_reward.sum() - prompts.mean_reward) / (n - 1)
 
 
@@ -79,13 +94,13 @@ def leave_one_out(prompts: PromptMoments, group_size: int) -> Moments:
 def group_mean(prompts: PromptMoments, group_size: int) -> Moments:
     """Dr. GRPO: C the mean of all K rewards, which is (K-1)/K times leave-one-out, bias -theta/K."""
     scale = (group_size - 1) / group_size
-    theta_sq = prompts.pairs.disjoint
+    theta_sq = prompts.pairs.theta_sq
     trace, bias = scale**2 * group_trace(prompts.pairs, group_size), theta_sq / group_size**2
     return Moments(trace, scale**2 * theta_sq, bias, trace + bias, scale=scale)
 
 
 def mixture_trace(prompts: PromptMoments, group_size: int, weight, baseline) -> np.ndarray:
-    """tr Cov of weight * leave-one-out + (1 - weight) * prompt-only(baseline), exact; derived in shared METHOD 4."""
+    """tr Cov of weight * leave-one-out + (1 - weight) * prompt-only(baseline): exact, derived in shared METHOD 4."""
     group, constant, covariance = _mixture_parts(prompts, group_size, baseline)
     return weight**2 * group + (1 - weight) ** 2 * constant + 2 * weight * (1 - weight) * covariance
 
@@ -101,8 +116,8 @@ def _mixture_parts(prompts: PromptMoments, group_size: int, baseline: np.ndarray
 def shrinkage_weights(prompts: PromptMoments, group_size: int) -> np.ndarray:
     """(n,) weights in [0, 1] of the leave-one-out mean that minimise the average trace of the OTHER prompts.
 
-    One weight for all prompts, cross-fitted: prompt x's comes from the others alone, also in the mean over
-    prompts toward which they are shrunk, so that no prompt's noise reaches its own weight. Needs 3 prompts.
+    One weight for all prompts, cross-fitted: that of prompt x comes from the other prompts alone, and so does the mean
+    toward which these are shrunk. So the noise of a prompt never reaches its own weight. Needs 3 prompts.
     """
     n, mean = len(prompts), prompts.mean_reward
     baseline = (mean.sum() - mean[:, None] - mean[None, :]) / (n - 2)  # of prompt y when x is left out: [x, y]
@@ -116,7 +131,7 @@ def shrinkage_weights(prompts: PromptMoments, group_size: int) -> np.ndarray:
 def shrinkage(prompts: PromptMoments, group_size: int) -> Moments:
     """Leave-one-out mean pulled toward the mean over the other prompts (arXiv 2511.03710), weight cross-fitted."""
     if len(prompts) < 3:
-        return unbiased(prompts, "the cross-fitted shrinkage weight needs at least three prompts")
+        return unbiased(prompts, Missing("the cross-fitted shrinkage weight needs at least three prompts"))
     weights = shrinkage_weights(prompts, group_size)
     trace = mixture_trace(prompts, group_size, weights, mean_of_others(prompts))
     return unbiased(prompts, trace, notes={"leave_one_out_weight": float(weights.mean())})
@@ -124,20 +139,20 @@ def shrinkage(prompts: PromptMoments, group_size: int) -> Moments:
 
 def length_normalised(prompts: PromptMoments, group_size: int) -> Moments:
     """Leave-one-out with the score g / length: the same formulas with Q_ij / (l_i l_j)."""
-    pairs: PairMoments = prompts.pairs_by_length
-    return Moments(group_trace(pairs, group_size), pairs.disjoint, "", "")
+    pairs = prompts.pairs_by_length
+    return Moments(group_trace(pairs, group_size), pairs.theta_sq)
 
 
 def resampled(prompts: PromptMoments, kind: str, group_size: int) -> Moments:
-    """(1/K) sum_i A_i g_i for a kind of advantages. KeyError if the prompts were reduced without it or without this K."""
-    found = prompts.groups[kind, group_size]
-    theta_sq = prompts.pairs.disjoint
-    signal = found.disjoint if _complete(found.disjoint) else _too_small(group_size, 2 * group_size)
-    trace = signal if isinstance(signal, str) else found.square - signal
-    mse = _too_small(group_size, group_size + 2)
+    """(1/K) sum_i A_i g_i for a kind of advantages, from the moments of resampled groups."""
+    found, theta_sq = prompts.groups[kind, group_size], prompts.pairs.theta_sq
+    signal = trace = bias = _too_small(group_size, 2 * group_size)
+    mse: np.ndarray | Missing = _too_small(group_size, group_size + 2)
     if _complete(found.inner):
         mse = found.square - 2 * found.inner + theta_sq
-    bias = signal if isinstance(signal, str) else mse if isinstance(mse, str) else mse - trace
+    if _complete(found.disjoint):
+        signal, trace = found.disjoint, found.square - found.disjoint
+        bias = mse if isinstance(mse, Missing) else mse - trace
     return Moments(trace, signal, bias, mse)
 
 
@@ -146,25 +161,25 @@ def given_kept(prompts: PromptMoments, found: Moments, group_size: int) -> Momen
 
     P(keep) = 1 - P(all rewards equal), unbiased from all continuations of the prompt (``silent_groups``). A silent
     group has ghat = 0, so E[ghat 1_keep] = E[ghat] and E[||ghat||^2 1_keep] = E||ghat||^2, whose estimates are
-    unbiased too. Prompts weigh by P(keep), their share of the groups in a batch, so only these are averaged:
+    unbiased too. A prompt weighs by P(keep), its share of the groups in a batch, so only these products are averaged:
         P ||E[ghat | keep]||^2 = ||E ghat||^2 / P,    P tr Cov[ghat | keep] = E||ghat||^2 - ||E ghat||^2 / P.
-    The quotient is consistent as the continuations of the prompt grow in number, not unbiased; its P is that of
-    ``kept_beside_a_pair``, which takes out most of the bias. A prompt all of whose rewards are equal has P = 0 and
-    weighs nothing.
+    The quotient is not unbiased, but consistent as the number of continuations of the prompt grows. Its P is that of
+    ``kept_beside_a_pair``, which removes most of the bias. A prompt whose rewards are all equal has P = 0 and weighs
+    nothing.
     """
     kept = np.array([1 - each.silent_share(group_size) for each in prompts.outcomes])
     if not _complete(kept):
-        reason = f"the share of silent groups at K={group_size} needs at least {group_size} continuations of every prompt"
-        return Moments(reason, reason, "", "")
-    if isinstance(found.trace, str):
+        why = Missing(f"the share of silent groups at K={group_size} needs at least {group_size} continuations of every prompt")
+        return Moments(why, why)
+    if isinstance(found.trace, Missing):
         return found._replace(weight=kept, scale=None)
     beside = np.array([each.kept_beside_a_pair(group_size) for each in prompts.outcomes])
     if not _complete(beside):
-        reason = f"K={group_size} needs at least {group_size + 2} continuations of every prompt where groups are dropped"
-        return Moments(reason, reason, "", "", weight=kept)
+        why = Missing(f"K={group_size} needs at least {group_size + 2} continuations of every prompt where groups are dropped")
+        return Moments(why, why, weight=kept)
     signal = np.divide(found.signal, kept * beside, out=np.zeros_like(kept), where=beside > 0)
     trace = np.divide(found.trace + found.signal, kept, out=np.zeros_like(kept), where=kept > 0) - signal
-    return Moments(trace, signal, "", "", weight=kept)
+    return Moments(trace, signal, weight=kept)
 
 
 def over_mean_length(prompts: PromptMoments, found: Moments, group_size: int, drop_silent: bool) -> Moments:
@@ -173,17 +188,17 @@ def over_mean_length(prompts: PromptMoments, found: Moments, group_size: int, dr
     VERL's token-mean and TRL's ``dapo`` divide sum_i A_i g_i over all groups of the update batch by the tokens of all
     groups. That is the mean over groups of sum_i A_i g_i / (K L) with L the batch's mean length. Here L is that of all
     continuations of all prompts (with ``drop_silent`` of the groups that are kept): a constant, to which the batch's
-    own mean length tends as groups are added. It changes the scale and no direction, and is held fixed in the
-    resamples. What is left out is that L differs between batches: to first order a group then also adds
-    -R (tokens of the group / (K L) - 1), where R = E[sum_i A_i g_i] / (K L) is the mean gradient over all prompts. It
-    couples prompts, so no moment of a single prompt holds it. Its size is the relative spread of a group's tokens times
-    the norm of the MEAN gradient, to be compared with sqrt(tr Cov).
+    own mean length tends as groups are added. It changes the scale and no direction, and it is fixed in the resamples.
+    One effect is left out: L differs between batches. To first order a group then also adds
+    -R (tokens of the group / (K L) - 1), where R = E[sum_i A_i g_i] / (K L) is the mean gradient over all prompts. This
+    term couples prompts, so no moment of a single prompt contains it. Its size is the relative spread of a group's
+    tokens times the norm of the MEAN gradient; compare it with sqrt(tr Cov).
     """
     length = prompts.mean_length
     if drop_silent and found.weight is not None and found.weight.sum() > 0:
         length = sum(each.kept_tokens(group_size) for each in prompts.outcomes) / found.weight.sum()
     notes = {**found.notes, "tokens_per_continuation": float(length)}
-    if isinstance(found.trace, str):
+    if isinstance(found.trace, Missing):
         return found._replace(notes=notes)
     scale = None if found.scale is None else found.scale / length
     return found._replace(trace=found.trace / length**2, signal=found.signal / length**2, scale=scale, notes=notes)
@@ -193,8 +208,18 @@ def _complete(values: np.ndarray) -> bool:
     return not np.isnan(values).any()
 
 
-def _too_small(group_size: int, needed: int) -> str:
-    return f"K={group_size} needs a block of at least {needed} continuations of every prompt"
+def _too_small(group_size: int, needed: int) -> Missing:
+    return Missing(f"K={group_size} needs a block of at least {needed} continuations of every prompt")
+
+
+def leave_one_out_weights(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """(B,): the weights of GRPO's scores in a block of rewards (B,)."""
+    return group_advantages(rewards, "leave_one_out") / len(rewards)
+
+
+def weights_by_length(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """(B,): the same for scores g / length."""
+    return leave_one_out_weights(rewards, lengths) / np.maximum(lengths, 1)
 
 
 BY_STD = "theta scaled by the group's standard deviation"
@@ -203,14 +228,20 @@ BY_MEAN_LENGTH = "over the mean number of tokens of a continuation"
 
 ESTIMATORS: dict[str, Estimator] = {
     "naive": Estimator("vanilla: no baseline", lambda p, k: prompt_only(p, k, 0.0), label="vanilla"),
-    "grpo": Estimator("GRPO as in the paper: leave-one-out mean (RLOO)", leave_one_out, label="GRPO"),
+    "grpo": Estimator(
+        "GRPO as in the paper: leave-one-out mean (RLOO)", leave_one_out, direction=leave_one_out_weights, label="GRPO"
+    ),
     "oracleV": Estimator("oracle baseline V(x)", lambda p, k: prompt_only(p, k, p.oracle_value), label="oracle V(x)"),
     "best_baseline": Estimator("floor: best prompt-only baseline", best_baseline, label="floor b*(x)"),
     "mean_reward": Estimator("mean reward of the other prompts", lambda p, k: prompt_only(p, k, mean_of_others(p))),
-    "greedy": Estimator("reward of a greedy continuation (ReMax)", lambda p, k: prompt_only(p, k, p.greedy_reward)),
+    "greedy": Estimator(
+        "reward of a greedy continuation (ReMax)", lambda p, k: prompt_only(p, k, p.greedy_reward), extra_rollout="greedy"
+    ),
     "dr_grpo": Estimator("Dr. GRPO: mean of the whole group", group_mean),
     "shrinkage": Estimator("leave-one-out mean shrunk to the mean over prompts", shrinkage),
-    "length_normalised": Estimator("leave-one-out, score / length", length_normalised, other_target=BY_LENGTH),
+    "length_normalised": Estimator(
+        "leave-one-out, score / length", length_normalised, direction=weights_by_length, other_target=BY_LENGTH
+    ),
     "std_verl": Estimator("advantage over std, as VERL", group="std_verl", other_target=BY_STD),
     "std_paper": Estimator(
         "leave-one-out over std, as the paper's appendix", group="leave_one_out_over_std", other_target=BY_STD
@@ -244,6 +275,7 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 ALIASES = {"rloo": "grpo", "vanilla": "naive", "oracle": "oracleV", "floor": "best_baseline", "remax": "greedy"}
 DEFAULT = ("naive", "grpo", "oracleV", "best_baseline")
+REFERENCE = "grpo"  # unbiased: the direction of its mean is that of theta
 
 
 def label_of(name: str) -> str:
@@ -252,7 +284,7 @@ def label_of(name: str) -> str:
 
 
 def resolve(names: Sequence[str]) -> list[str]:
-    """The default four and then ``names``, aliases resolved, each once. Raises ValueError for an unknown name."""
+    """The default four and then ``names``, each once, without aliases. Raises ValueError for an unknown name."""
     unknown = [name for name in names if name not in ESTIMATORS and name not in ALIASES]
     if unknown:
         raise ValueError(f"unknown estimator {unknown[0]!r}: one of {', '.join([*ESTIMATORS, *ALIASES])}")
@@ -267,17 +299,47 @@ def group_rules(names: Sequence[str]) -> dict[str, str]:
     return {name: ESTIMATORS[name].group for name in resolve(names) if ESTIMATORS[name].group is not None}
 
 
+def extra_rollouts(names: Sequence[str]) -> set[str]:
+    """The continuations that must be sampled beside the groups for ``names`` (and aliases)."""
+    return {ESTIMATORS[name].extra_rollout for name in resolve(names)} - {None}
+
+
+def sketched_names(names: Sequence[str]) -> list[str]:
+    """``REFERENCE``, and those of ``names`` (and aliases) whose mean has another direction, in a fixed order."""
+    entries = {name: ESTIMATORS[name] for name in resolve(names) if name != REFERENCE}
+    return [REFERENCE, *sorted(name for name, entry in entries.items() if entry.group or entry.direction)]
+
+
+def sketch_weights(names: Sequence[str], rewards: np.ndarray, lengths: np.ndarray, group_size: int) -> np.ndarray:
+    """Weights (len(names), B) of the scores of one block; ``names`` as of ``sketched_names``, rewards and lengths (B,).
+
+    Silent groups count as 0, so the sum over blocks weighs each block by its chance to be kept. The division by the mean
+    length of the batch is left out: only directions are compared.
+    """
+    entries = [ESTIMATORS[name] for name in names]
+    return np.stack(
+        [
+            entry.direction(rewards, lengths)
+            if entry.direction
+            else mean_group_weights(entry.group, rewards, lengths, group_size)
+            for entry in entries
+        ]
+    )
+
+
 def moments_of(prompts: PromptMoments, name: str, group_size: int) -> Moments:
-    """One entry at one K; the reason that its target is not theta is put in place of bias and MSE."""
+    """One estimator at one K. Raises ValueError where the prompts were reduced without its groups of this K."""
     entry = ESTIMATORS[name]
+    if entry.group and (entry.group, group_size) not in prompts.groups:
+        raise ValueError(f"{name} at K={group_size}: call reduce_prompts with this estimator and K_list")
     found = resampled(prompts, entry.group, group_size) if entry.group else entry.moments(prompts, group_size)
     if entry.drop_silent:
         found = given_kept(prompts, found, group_size)
     if entry.per_token:
         found = over_mean_length(prompts, found, group_size, entry.drop_silent)
-    if isinstance(found.trace, str) and not entry.group:
+    if isinstance(found.trace, Missing) and not entry.group:
         found = found._replace(signal=found.trace, squared_bias=found.trace, mse=found.trace)
     if entry.other_target:
-        reason = f"its target is not theta but {entry.other_target}"
-        found = found._replace(squared_bias=reason, mse=reason)
+        why = Missing(f"its target is not theta but {entry.other_target}")
+        found = found._replace(squared_bias=why, mse=why)
     return found

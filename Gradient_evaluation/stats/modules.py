@@ -1,8 +1,8 @@
 """Where in the network does the variance live? Covariance traces per module, which add up to the whole.
 
-A trace of covariance is a sum over parameters, so each module has its own from its own Gram. Only six moments per
-module and prompt are kept (``layer_moments``), not the Grams; from them follow vanilla, GRPO and oracle at any K.
-NumPy only; formulas in block_statistics.py.
+A trace of covariance is a sum over parameters, so each module has its own trace, from its own Gram. Only six moments per
+module and prompt are stored (``layer_moments``), not the Grams. They give vanilla, GRPO and oracle at any K; the formulas
+are in blocks.py.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def by_layer(
     moments: Iterable[np.ndarray],
     oracle_values: Sequence[float],
     K_list: Sequence[int],
-    n_bootstrap: int = 2000,
-    seed: int = 0,
+    bootstrap: PromptBootstrap,
 ) -> dict:
     """The entry ``by_layer`` of the results: means over prompts with 95% bootstrap-t intervals, JSON-ready.
 
@@ -48,15 +47,13 @@ def by_layer(
     K]}, "trace_cov_ci95": the same shape with [low, high], None with one prompt}.
     """
     stacked, values = np.stack(list(moments)), np.asarray(oracle_values, dtype=np.float64)
-    bootstrap = PromptBootstrap(len(values), n_bootstrap, seed)
-    results = {"modules": list(modules), "trace_cov": {}, "trace_cov_ci95": {}}
+    results: dict = {"modules": list(modules), "trace_cov": {}, "trace_cov_ci95": {}}
     for K in K_list:
         for name, per_prompt in traces(stacked, values, K).items():
             means = per_prompt.mean(0)
             low, high = np.percentile(bootstrap.draws(per_prompt), [2.5, 97.5], axis=0)
             ends = zip(np.minimum(low, means).tolist(), np.maximum(high, means).tolist())
             results["trace_cov"].setdefault(name, []).append(means.tolist())
-            results["trace_cov_ci95"].setdefault(name, []).append(
-                [list(pair) for pair in ends] if len(values) > 1 else [None] * len(modules)
-            )
+            intervals = [list(pair) if len(values) > 1 else None for pair in ends]
+            results["trace_cov_ci95"].setdefault(name, []).append(intervals)
     return results

@@ -1,4 +1,4 @@
-"""What does the comparison of estimators need to remember of each prompt? A few moments; the Grams can be let go."""
+"""What does the comparison of estimators need of each prompt? A few moments, taken in one pass; no Gram stays in memory."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import numpy as np
 
 from Gradient_evaluation.stats.blocks import (
     MIN_BLOCK,
+    GroupMoments,
     PairMoments,
+    group_moments,
     mixture_coefficients,
     off_diagonal,
     pair_moments,
     prompt_only_coefficients,
     prompt_only_trace,
 )
-from Gradient_evaluation.stats.resampled_groups import GroupMoments, group_moments
+from Gradient_evaluation.stats.estimators import group_rules
+from Gradient_evaluation.stats.missing import Missing
 from Gradient_evaluation.stats.silent_groups import RewardCounts, reward_counts
 
 RIGHT = 0.5  # a reward of 0 or 1 above this is that of a right answer
-# all continuations; for rewards of 0 and 1 the right and wrong ones; for others those above V(x) and those not above
+# All continuations; for rewards of 0 and 1 the right and the wrong ones; for other rewards those above V(x) or not.
 CLASSES = ("all", "right", "wrong", "above", "not_above")
 NO_GREEDY = "no greedy continuation was sampled; measure with --estimators greedy"
 
 
 @dataclass(frozen=True)
 class PromptMoments:
-    """Moments of n prompts, averaged over each prompt's blocks; arrays are float64 with n in front.
+    """Moments of n prompts, averaged over each prompt's blocks; arrays are float64 with n in front."""
 
-    Where the field may be a text, the text says why there are no numbers.
-    """
-
-    oracle_value: np.ndarray | str  # (n,) V(x)
-    greedy_reward: np.ndarray | str  # (n,) reward of the greedy continuation
+    oracle_value: np.ndarray | Missing  # (n,) V(x)
+    greedy_reward: np.ndarray | Missing  # (n,) reward of the greedy continuation
     mean_reward: np.ndarray  # (n,) mean reward of the prompt's own continuations
     centre: np.ndarray  # (n,) what is taken off the rewards and baselines in coefficients and mixture, so that digits stay
     coefficients: np.ndarray  # (n, 3) A, N, D of prompt_only_coefficients
-    best_trace: np.ndarray | str  # (n,) per-continuation trace at the cross-fitted b*
+    best_trace: np.ndarray | Missing  # (n,) per-continuation trace at the cross-fitted b*
     pairs: PairMoments  # three (n,)
-    theta_sq_noise: np.ndarray  # (n,) variance of pairs.disjoint for the continuations, from block to block; NaN: one block
+    theta_sq_noise: np.ndarray  # (n,) variance of pairs.theta_sq over continuations, from block to block; NaN: one block
     pairs_by_length: PairMoments  # three (n,), of the scores g / length
     mixture: np.ndarray  # (n, 2) u, v of mixture_coefficients
     groups: Mapping[tuple[str, int], GroupMoments]  # by kind of advantage and K: three (n,)
@@ -65,12 +65,19 @@ class PromptMoments:
         return float(np.mean([each.mean_length for each in self.outcomes]))
 
 
-def reduce_records(records: Iterable, kinds: Iterable[str] = (), group_sizes: Sequence[int] = ()) -> PromptMoments:
-    """One pass over Gram records, of which nothing is kept: see ``estimators.reduce_prompts``.
+def reduce_prompts(records: Iterable, K_list: Sequence[int] = (), names: Sequence[str] = ()) -> PromptMoments:
+    """One pass over Gram records (any iterable; nothing of a record is kept).
 
-    kinds: the kinds of advantages (``group_advantages``) whose moments are found by resampled groups.
+    A record has ``oracle_value`` (float V(x), or None) and ``blocks``, a list of (gram (B, B), rewards (B,),
+    lengths (B,)) with B >= 4, where B may differ; optionally ``greedy_reward`` (float). Blocks of a prompt have equal
+    weights, whatever their size. ``K_list`` matters only for those estimators among ``names`` that need resampled
+    groups: the moments of their groups are computed here.
+
+    Raises ValueError naming the prompt (its position, and ``record.prompt_id`` where there is one) and the block
+    for a value that is not finite, a wrong shape, a length below 1, or a block of fewer than 4; and for an
+    unknown name.
     """
-    cases = [(kind, size) for kind in dict.fromkeys(kinds) for size in group_sizes]
+    cases = [(kind, size) for kind in dict.fromkeys(group_rules(names).values()) for size in K_list]
     prompts = [_reduce(record, index, cases) for index, record in enumerate(records)]
     if not prompts:
         raise ValueError("there are no prompts to average over")
@@ -83,11 +90,12 @@ def reduce_records(records: Iterable, kinds: Iterable[str] = (), group_sizes: Se
     return PromptMoments(**whole, **pairs, groups=groups, outcomes=outcomes, **arrays)
 
 
-def _column(values: list) -> np.ndarray | str:
+def _column(values: list) -> np.ndarray | Missing:
     """An array, or the first reason (with a count) where some prompt has none: no average over some prompts only."""
-    reasons = [value for value in values if isinstance(value, str)]
-    if reasons:
-        return reasons[0] + (f" ({len(reasons)} of {len(values)} prompts)" if len(values) > 1 else "")
+    missing = [value for value in values if isinstance(value, Missing)]
+    if missing:
+        count = f" ({len(missing)} of {len(values)} prompts)" if len(values) > 1 else ""
+        return Missing(missing[0].reason + count)
     return np.array(values, dtype=np.float64)
 
 
@@ -104,7 +112,7 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
     centred = [(gram, rewards - shift) for gram, rewards, _ in blocks]
     coefficients = [prompt_only_coefficients(*block) for block in centred]
     value = _number(record.oracle_value, f"{name}: the oracle value", "no oracle value V(x)")
-    centre = everything[0].mean() if isinstance(value, str) else value
+    centre = everything[0].mean() if isinstance(value, Missing) else value
     classes = [_classes(rewards, centre) for _, rewards, _ in blocks]
     ones = [np.ones(len(gram)) for gram, _, _ in blocks]
     score_mean_sq = np.array([off_diagonal(gram, one, one) for (gram, _, _), one in zip(blocks, ones)])
@@ -123,7 +131,7 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
         **{case: _mean_over_large_blocks(blocks, *case) for case in cases},
         "oracle_value": value,
         "greedy_reward": _number(greedy, f"{name}: the greedy reward", NO_GREEDY),
-        "theta_sq_noise": _variance_of_mean([found.disjoint for found in means["pairs"]]),
+        "theta_sq_noise": _variance_of_mean([found.theta_sq for found in means["pairs"]]),
         "centre": shift,
         "score_evidence": _evidence(score_mean_sq, np.array([np.diag(gram).mean() for gram, _, _ in blocks])),
         "best_trace": _best_trace(centred, np.array(coefficients)),
@@ -152,13 +160,13 @@ def _mean_over_large_blocks(blocks: Sequence[tuple], kind: str, group_size: int)
 
 
 def _variance_of_mean(values: Sequence[float]) -> float:
-    """Estimated variance of the mean of independent values; NaN where there is one only."""
+    """Estimated variance of the mean of independent values; NaN of one value."""
     return float(np.var(values, ddof=1) / len(values)) if len(values) > 1 else float("nan")
 
 
-def _number(value, name: str, missing: str) -> float | str:
+def _number(value, name: str, missing: str) -> float | Missing:
     if value is None:
-        return missing
+        return Missing(missing)
     if not np.isfinite(value):
         raise ValueError(f"{name} is not finite ({value})")
     return float(value)
@@ -190,9 +198,9 @@ def _checked(block, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def best_baselines(blocks: Sequence[tuple]) -> np.ndarray:
     """(n_blocks,): for each block b* = sum Z ||g||^2 / sum ||g||^2 over the OTHER blocks of the prompt.
 
-    From the block itself it would be fitted to its own noise, and the trace biased low (0.89 of the truth at
-    B = 16). Cross-fitted, the trace is that of a b* known only up to the other blocks' noise, so it errs upward:
-    by 10 to 20% with two blocks of 16 (then the oracle may come out below it), by about 1% with sixteen.
+    A b* of the block itself is fitted to the block's noise, and the trace is then biased low (0.89 of the truth at
+    B = 16). The cross-fitted b* has the noise of the other blocks, so the trace is too high: by 10 to 20% with two blocks
+    of 16 (the oracle may then be below it), by about 1% with sixteen.
     """
     weighted = np.array([(rewards * np.diag(gram)).sum() for gram, rewards, *_ in blocks])
     square = np.array([np.trace(gram) for gram, *_ in blocks])
@@ -202,7 +210,7 @@ def best_baselines(blocks: Sequence[tuple]) -> np.ndarray:
     return np.divide(numerator, denominator, out=np.zeros_like(numerator), where=denominator > 0)
 
 
-def _best_trace(blocks: Sequence[tuple], coefficients: np.ndarray) -> float | str:
+def _best_trace(blocks: Sequence[tuple], coefficients: np.ndarray) -> float | Missing:
     if len(blocks) < 2:
-        return "the best prompt-only baseline of a block is fitted on the prompt's other blocks, and there is only one"
+        return Missing("the best prompt-only baseline of a block is fitted on the prompt's other blocks, and there is only one")
     return float(prompt_only_trace(coefficients, best_baselines(blocks)).mean())

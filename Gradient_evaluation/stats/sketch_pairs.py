@@ -1,15 +1,16 @@
 """What do gradients of different prompts have in common? Inner products over pairs of prompts, from sketches.
 
-||mean over x of theta(x)||^2 is the mean of <theta(x), theta(x')> over independent prompts x, x'. With one unbiased
-(sketched) gradient estimate per prompt, made from its own continuations, the mean of their products over pairs
-x != x' is unbiased for it; a prompt paired with itself would add the noise of its estimate. Two errors remain:
-that of the prompts drawn (``pair_averages``) and that of the sketch, which more prompts do not lower
-(``sketch_covariance``). Derived in the project's method notes, section 5, and here. NumPy only.
+||mean over x of theta(x)||^2 is the mean of <theta(x), theta(x')> over independent prompts x, x'. Each prompt has one
+unbiased (sketched) gradient estimate, from its own continuations. The mean of their products over pairs x != x' is
+unbiased; a prompt paired with itself would add the noise of its estimate. Two errors remain: that of the drawn prompts
+(``pair_averages``) and that of the sketch, which more prompts do not reduce (``sketch_covariance``). Derived in the
+project's method notes, section 5, and here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,16 +22,28 @@ FEW_PROMPTS = f"fewer than {MIN_PROMPTS} prompts: there is no interval over pair
 
 
 class SketchPart(NamedTuple):
-    """Where one parameter lies in a sketch: the next ``rows * columns`` entries, row by row.
+    """The part of a sketch that one parameter has: the next ``rows * columns`` entries, row by row.
 
-    A side is random where it was compressed (its entries are then exchangeable draws over the sketch matrices), and
-    not where it was short enough to be kept as it is. A vector is one row that is not random.
+    A side that was compressed is random: its entries are exchangeable draws over the sketch matrices. A side that was
+    short enough is stored as it is, and not random. A vector is one row that is not random.
     """
 
     rows: int
     columns: int
     random_rows: bool
     random_columns: bool
+
+
+@dataclass(frozen=True)
+class Sketches:
+    """One sketch per prompt of its unbiased gradient estimate (GRPO's), and how it was made.
+
+    Without ``layout`` and ``dim`` the rows are whole gradients; see ``sketch_covariance``.
+    """
+
+    rows: np.ndarray  # (n, S)
+    layout: Sequence[SketchPart] | None = None
+    dim: int | None = None
 
 
 def pair_products(left: np.ndarray, right: np.ndarray | None = None) -> np.ndarray:
@@ -63,8 +76,8 @@ def pair_mean_covariance(tables: Sequence[np.ndarray]) -> np.ndarray:
 def pair_variances(tables: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Cov(A), Cov(E), each (q, q), in H_xy = P + A_x + A_y + E_xy of q symmetric tables (n, n), n >= 4.
 
-    A two-way decomposition: the residuals of the least-squares fit give Cov(E) with n (n - 3) degrees of freedom; the
-    spread of the fitted A_x is Cov(A) + Cov(E) / (n - 2). A variance of A that comes out below 0 counts as 0.
+    A two-way decomposition: the residuals of the least-squares fit give Cov(E) with n (n - 3) degrees of freedom. The
+    spread of the fitted A_x is Cov(A) + Cov(E) / (n - 2). An estimated variance of A below 0 counts as 0.
     """
     n = len(tables[0])
     effects, residuals = [], []
@@ -79,23 +92,18 @@ def pair_variances(tables: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray
     return (vectors * np.clip(values, 0.0, None)) @ vectors.T, noise
 
 
-def pair_mean_variance(products: np.ndarray) -> float:
-    """Variance of ``pair_mean`` over prompts: see ``pair_mean_covariance``."""
-    return float(pair_mean_covariance([products])[0, 0])
-
-
 def pair_averages(
     columns: Sequence[np.ndarray], tables: Sequence[np.ndarray], bootstrap: PromptBootstrap, errors: np.ndarray | None = None
 ) -> Averages:
-    """Means of (n,) ``columns`` and then the ``pair_mean`` of ``tables`` (n, n), known together; n >= 4.
+    """Means of (n,) ``columns`` and then the ``pair_mean`` of ``tables`` (n, n), with their resamples; n >= 4.
 
-    errors: (n_bootstrap, number of tables) draws of truth - value for a reason other than the prompts: the sketch.
+    errors: (n_bootstrap, number of tables) draws of truth - value that come from the sketch and not from the prompts.
 
-    A prompt drawn w_x times makes w_x w_y pairs with y and none with its own copies (the diagonal is 0): their
-    product is not one of independent estimates. Noise of single pairs enters the spread of such resamples three times
-    instead of once (beside the pairs' own, twice through each prompt's sum over its pairs, whose noise cannot be told
-    from a difference between prompts). It enters their own standard errors, from the same sums, alike; so their ratio
-    has the right distribution, and the standard error that it is multiplied with is that of ``pair_mean_covariance``.
+    A prompt drawn w_x times has w_x w_y pairs with y and none with its own copies (the diagonal is 0): their product is
+    not one of independent estimates. The noise of single pairs is in the spread of such resamples three times instead
+    of once: as such, and twice in each prompt's sum over its pairs, where it looks like a difference between prompts.
+    It is in the resamples' own standard errors in the same way, because these come from the same sums. So the ratio of
+    both has the right distribution, and it is multiplied by the standard error of ``pair_mean_covariance``.
     """
     n, count = bootstrap.n_prompts, len(columns)
     plain = np.stack([np.asarray(column, dtype=np.float64) for column in columns], -1) if count else np.zeros((n, 0))
@@ -121,7 +129,7 @@ def _resample(counts: np.ndarray, plain: np.ndarray, tables: Sequence[np.ndarray
     pairs, partners = n**2 - (counts**2).sum(1), n - counts
     for table, mean in zip(tables, means[plain.shape[1] :]):
         sums = counts @ table
-        # a resample of one prompt only has no pair: it is given the mean, and says nothing
+        # a resample of one prompt only has no pair: it gets the mean
         found.append(np.divide((sums * counts).sum(1), pairs, out=np.full(len(counts), mean), where=pairs > 0))
         own = np.divide(sums, partners, out=np.full_like(sums, mean), where=partners > 0)
         influence.append(2 * (own - found[-1][:, None]))
@@ -135,14 +143,14 @@ def sketch_covariance(
 ) -> np.ndarray:
     """Covariance (q, q) that the sketch's random matrices give to the q pair means of (left, right), each (n, S).
 
-    A parameter's part of a pair mean is the sum of a table with one row and one column per sketch dimension, whose
-    rows and columns are exchangeable: two-way analysis of variance of that one table estimates the variance of its
-    sum without bias, and parameters are independent. What is found includes the sketch's share in the noise of
-    single pairs, which the resamples hold as well: rather too wide than too narrow.
+    A parameter's part of a pair mean is the sum of a table with one row and one column per sketch dimension. Its rows
+    and columns are exchangeable, so a two-way analysis of variance of this one table estimates the variance of its sum
+    without bias. Parameters are independent. The result includes the sketch's share in the noise of single pairs, which
+    is in the resamples too: intervals are a little too wide, not too narrow.
 
-    Without a ``layout`` a bound is taken instead: relative standard deviation 2 sqrt(1/k + 1/k^2), that of one
-    matrix of rank 1 and dimension k = ``sketch_dim``, fully correlated between pair means. Neither: 0, the rows are
-    whole gradients.
+    Without a ``layout`` a bound is used: relative standard deviation 2 sqrt(1/k + 1/k^2), that of one matrix of rank 1
+    and dimension k = ``sketch_dim``, fully correlated between pair means. Without both it is 0: the rows are whole
+    gradients.
     """
     n = len(pairs[0][0])
     if n < 2 or (layout is None and sketch_dim is None):
@@ -170,7 +178,7 @@ def _covariance_of_sum(table: np.ndarray, part: SketchPart) -> np.ndarray:
         return _covariance_of_columns(table.sum(1)) if part.random_columns else np.zeros((len(table),) * 2)
     if not part.random_columns:
         return _covariance_of_columns(table.sum(2))
-    # Sums of squares of rows + columns - rest, each over its degrees of freedom, times the number of entries.
+    # Sums of squares of rows + columns - rest, each over its degrees of freedom, times the number of entries
     rows, columns = _covariance_of_columns(table.sum(2)), _covariance_of_columns(table.sum(1))
     rest = table - table.mean(1, keepdims=True) - table.mean(2, keepdims=True) + table.mean((1, 2), keepdims=True)
     size = part.rows * part.columns / ((part.rows - 1) * (part.columns - 1))
@@ -185,19 +193,19 @@ def _covariance_of_columns(values: np.ndarray) -> np.ndarray:
 
 
 def sketch_draws(covariance: np.ndarray, count: int, seed: int) -> np.ndarray:
-    """Normal draws (count, q) of the sketch's error; what is below 0 in an estimated covariance counts as 0."""
+    """Normal draws (count, q) of the sketch's error; eigenvalues of an estimated covariance below 0 count as 0."""
     values, vectors = np.linalg.eigh(covariance)
     root = vectors * np.sqrt(np.clip(values, 0.0, None))
     return np.random.default_rng([seed, 1]).standard_normal((count, len(covariance))) @ root.T
 
 
 def squared_norm_draws(value: float, standard_error: float, count: int, seed: int) -> np.ndarray:
-    """Draws (count,) of truth - ``value`` for a squared norm known through a sketch with this ``standard_error``.
+    """Draws (count,) of truth - ``value`` for a squared norm that a sketch gives with this ``standard_error``.
 
-    Such a value is about truth * chi^2_m / m with m = 2 (value / standard_error)^2: errors are skewed, small values
-    come with small standard errors. So the draws are of value * (m / chi^2_m - 1), normal as m grows. For one matrix
-    of rank 1 to 8, 95% intervals held the truth 86% of the time at k = 6 and 91% at k = 12 (from normal draws 78%
-    and 87%). m is at least 8 (a relative error of 1/2): below, the estimate is too small beside its error to tell m.
+    Such a value is about truth * chi^2_m / m with m = 2 (value / standard_error)^2: errors are skewed, and small values
+    have small standard errors. So the draws are of value * (m / chi^2_m - 1), normal as m grows. For one matrix of rank
+    1 to 8, 95% intervals contained the truth 86% of the time at k = 6 and 91% at k = 12 (from normal draws 78% and 87%).
+    m is at least 8 (a relative error of 1/2): a smaller value says too little about m.
     """
     if not standard_error > 0:
         return np.zeros(count)
@@ -207,28 +215,21 @@ def squared_norm_draws(value: float, standard_error: float, count: int, seed: in
 
 
 def prompt_averaged_cosines(
-    sketches: np.ndarray,
-    theta: np.ndarray,
-    names: Sequence[str],
-    layout: Sequence[SketchPart] | None = None,
-    sketch_dim: int | None = None,
-    n_bootstrap: int = 2000,
-    seed: int = 0,
+    sketches: np.ndarray, names: Sequence[str], theta: Sketches, bootstrap: PromptBootstrap
 ) -> dict[str, dict]:
     """Cosine between each estimator's gradient averaged over prompts and theta averaged over prompts.
 
-    sketches: (n, E, S), for each prompt the sketch of each estimator's mean; theta: (n, S), of an unbiased estimate
-    of theta(x) (GRPO's). {name: {cosine, ci95, reason}}: <m_e, m> / sqrt(||m_e||^2 ||m||^2), each of the three from
-    products over pairs x != x', so it may come out a little above 1; 95% intervals over prompts and sketch. Null
-    with the reason where the interval of a squared norm is not above 0, or there are too few prompts.
+    sketches: (n, E, S), for each prompt the sketch of the mean of each of the E ``names``, made as those of ``theta``.
+    {name: {cosine, ci95, reason}}: <m_e, m> / sqrt(||m_e||^2 ||m||^2), each of the three from products over pairs
+    x != x', so it may be a little above 1; 95% intervals over prompts and sketch. Null with the reason where the interval
+    of a squared norm is not above 0, or there are too few prompts.
     """
-    n, count, _ = sketches.shape
-    bootstrap = PromptBootstrap(n, n_bootstrap, seed)
     result = {}
-    for place, name in zip(range(count), names, strict=True):
-        own = sketches[:, place]
-        pairs = [(own, theta), (own, own), (theta, theta)]
-        errors = sketch_draws(sketch_covariance(pairs, layout, sketch_dim), n_bootstrap, seed)
+    for index, name in enumerate(names):
+        own = sketches[:, index]
+        pairs = [(own, theta.rows), (own, own), (theta.rows, theta.rows)]
+        covariance = sketch_covariance(pairs, theta.layout, theta.dim)
+        errors = sketch_draws(covariance, bootstrap.n_bootstrap, bootstrap.seed)
         estimate = _cosine([pair_products(*pair) for pair in pairs], errors, bootstrap, name)
         result[name] = {"cosine": estimate.value, "ci95": estimate.interval, "reason": estimate.reason}
     return result

@@ -1,37 +1,28 @@
 """How good is each gradient estimator at each group size? From Gram records to the results dictionary.
 
-    prompts = reduce_prompts(records, K_list, ["dr_grpo"])     # one pass, the Grams can be let go
-    results = summarise(prompts, K_list, names=["dr_grpo"])    # JSON-ready, see its docstring
-    traces = prompt_trace_covs(prompts, group_size=4)          # per prompt, for the detailed files
+    prompts = reduce_prompts(records, K_list, ["dr_grpo"])             # one pass; no Gram stays in memory
+    bootstrap = PromptBootstrap(len(prompts), seed=0)                  # one object for all intervals of a run
+    results = summarise(prompts, K_list, bootstrap, ["dr_grpo"])       # JSON-ready, see its docstring
+    traces = prompt_trace_covs(prompts, group_size=4)                  # per prompt, for the detailed files
 
-The published three and the floor are always there: (1/K) sum_i g_i (Z_i - C_i), with g the score and Z the
-reward of K continuations of one prompt, ``naive`` C = 0, ``grpo`` C_i = mean of the other K - 1 rewards,
-``oracleV`` C = V(x), and ``best_baseline``, which no baseline that depends on the prompt only can beat. More by
-name: ``estimator_table``. No order among them is assumed: it depends on the policy. NumPy only.
+The published three and the floor are always in the results. They are (1/K) sum_i g_i (Z_i - C_i), with g the score and
+Z the reward of K continuations of one prompt: ``naive`` C = 0, ``grpo`` C_i = mean of the other K - 1 rewards,
+``oracleV`` C = V(x), and ``best_baseline``, which no baseline that depends on the prompt only can beat. ``estimators.py``
+has more. The code assumes no order among them: it depends on the policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from Gradient_evaluation.stats.advantages import group_advantages
-from Gradient_evaluation.stats.blocks import PairMoments
 from Gradient_evaluation.stats.bootstrap import Estimate, PromptBootstrap
-from Gradient_evaluation.stats.estimators import DEFAULT, ESTIMATORS, Moments, group_rules, moments_of, resolve
-from Gradient_evaluation.stats.prompts import CLASSES, PromptMoments, reduce_records
+from Gradient_evaluation.stats.estimators import DEFAULT, ESTIMATORS, Moments, moments_of, resolve
+from Gradient_evaluation.stats.missing import Missing, with_reasons
+from Gradient_evaluation.stats.prompts import CLASSES, PromptMoments, reduce_prompts
 
-__all__ = [
-    "PromptMoments",
-    "effective_group_size",
-    "group_advantages",
-    "group_rules",
-    "prompt_trace_covs",
-    "reduce_prompts",
-    "resolve",
-    "summarise",
-]
+__all__ = ["effective_group_size", "prompt_trace_covs", "reduce_prompts", "summarise"]
 
 PUBLISHED = ("naive", "grpo", "oracleV")
 FLOOR = "best_baseline"
@@ -39,46 +30,23 @@ LABELS = {"all": "there", "right": "right", "wrong": "wrong", "above": "above V(
 SPLITS = {True: "right: reward 1; wrong: reward 0", False: "right: reward above V(x); wrong: reward not above V(x)"}
 
 
-def reduce_prompts(records: Iterable, K_list: Sequence[int] = (), names: Sequence[str] = ()) -> PromptMoments:
-    """One pass over Gram records (any iterable; nothing of a record is kept).
-
-    A record offers ``oracle_value`` (float V(x), or None) and ``blocks``, a list of (gram (B, B), rewards (B,),
-    lengths (B,)) with B >= 4, where B may differ; optionally ``greedy_reward`` (float). Blocks of a prompt weigh
-    the same, whatever their size. ``K_list`` matters only where ``names`` holds estimators that need resampled
-    groups: their moments are found here.
-
-    Raises ValueError naming the prompt (its position, and ``record.prompt_id`` where there is one) and the block
-    for a value that is not finite, a wrong shape, a length below 1, or a block of fewer than 4; and for an
-    unknown name.
-    """
-    return reduce_records(records, group_rules(names).values(), K_list)
-
-
 def prompt_trace_covs(
-    records: Iterable | PromptMoments, group_size: int, names: Sequence[str] = ()
+    prompts: PromptMoments, group_size: int, names: Sequence[str] = ()
 ) -> dict[str, list[float | None] | None]:
     """tr Cov of each prompt at one K: {name: (n_prompts,) list or None} for the default four and ``names``.
 
-    Single prompts are noisy and an estimate may be below 0. None: see ``summarise``'s ``reasons``; inside a list,
-    a prompt of which no group is kept.
+    Single prompts are noisy and an estimate may be below 0. None: see ``summarise``'s ``reasons``. Inside a list it is a
+    prompt of which no group is kept.
     """
     _check_group_sizes([group_size])
-    prompts = records if isinstance(records, PromptMoments) else reduce_prompts(records, [group_size], names)
     result: dict = {}
     for name in resolve(names):
-        found = _moments(prompts, name, group_size)
-        trace = None if isinstance(found.trace, str) else found.trace.tolist()
+        found = moments_of(prompts, name, group_size)
+        trace = None if isinstance(found.trace, Missing) else found.trace.tolist()
         if trace is not None and found.weight is not None:
             trace = [value if weight > 0 else None for value, weight in zip(trace, found.weight)]
         result[name] = trace
     return result
-
-
-def _moments(prompts: PromptMoments, name: str, group_size: int) -> Moments:
-    try:
-        return moments_of(prompts, name, group_size)
-    except KeyError:
-        raise ValueError(f"{name} at K={group_size}: call reduce_prompts with this estimator and K_list") from None
 
 
 def _check_group_sizes(group_sizes: Sequence[int]) -> None:
@@ -86,15 +54,12 @@ def _check_group_sizes(group_sizes: Sequence[int]) -> None:
         raise ValueError(f"group sizes must be at least 2, got {list(group_sizes)}")
 
 
-def summarise(
-    records: Iterable | PromptMoments, K_list: Sequence[int], n_bootstrap: int = 2000, seed: int = 0, names: Sequence[str] = ()
-) -> dict:
+def summarise(prompts: PromptMoments, K_list: Sequence[int], bootstrap: PromptBootstrap, names: Sequence[str] = ()) -> dict:
     """The results of a run, JSON-ready: floats, lists and None, never NaN.
 
-    Lists are aligned with ``K_list``; intervals are 95% bootstrap-t over prompts (the same resamples for
-    all), [low, high]. A baseline taken from other prompts is held fixed in the resamples. A value or
-    interval that could not be computed is None, and ``reasons`` holds a text under its dotted path
-    (``"signal_to_noise.grpo"``).
+    Lists are aligned with ``K_list``. Intervals are 95% bootstrap-t over prompts, [low, high]. A baseline taken from
+    other prompts is fixed in the resamples. A value or interval that could not be computed is None, and ``reasons``
+    has a text under its dotted path (``"signal_to_noise.grpo"``).
 
     K_list, n_prompts, n_blocks, n_continuations;
     conditional_on_x {naive, grpo, oracleV: list}: mean over prompts of trace(Cov | x), the published keys;
@@ -103,74 +68,54 @@ def summarise(
     signal_to_noise {naive, grpo, oracleV, best_baseline: list}, signal_to_noise_ci95: mean ||theta||^2 over mean
       trace(Cov), None where the interval of the latter is not above 0;
     estimators {name: see ``_compare``}: the default four and ``names``, in full;
-    on_policy_check {score_mean_sq, score_norm_sq, ratio, standard_error, z, self_normalised, warning}: unbiased mean
-      ||E g||^2 over mean E||g||^2 with its standard error over prompts: 0 within about two of them if the scores are
-      those of the sampling law. self_normalised: sum over blocks of the estimates of ||E g||^2 over the root of the sum
-      of their squares. warning: a text where that says they are not, else None (``_on_policy_warning``);
-    score_norm_sq {all, right, wrong: {mean, ci95, n_continuations}, split}: mean ||g||^2 of continuations. split says
-      in words which ones right and wrong are: rewards 1 and 0; for other rewards, above V(x) and not above;
+    on_policy_check: see ``_on_policy_check``; score_norm_sq: see ``_score_norms``;
     bootstrap {n_bootstrap, seed}; reasons.
     """
     _check_group_sizes(K_list)
-    prompts = records if isinstance(records, PromptMoments) else reduce_prompts(records, K_list, names)
-    bootstrap = PromptBootstrap(len(prompts), n_bootstrap, seed)
-    reasons: dict[str, str] = {}
-    table = {name: _compare(prompts, name, K_list, bootstrap, reasons) for name in resolve(names)}
-    theta = bootstrap.mean(prompts.pairs.disjoint)
-    if theta.interval is None:
-        reasons["theta_norm_sq_ci95"] = theta.reason
-    return {
-        "K_list": [int(size) for size in K_list],
-        "n_prompts": len(prompts),
-        "n_blocks": int(prompts.n_blocks.sum()),
-        "n_continuations": int(prompts.n_outcomes[:, 0].sum()),
-        **_published(table, reasons),
-        "theta_norm_sq": theta.value,
-        "theta_norm_sq_ci95": theta.interval,
-        "estimators": table,
-        "on_policy_check": _on_policy_check(prompts, reasons),
-        "score_norm_sq": _score_norms(prompts, bootstrap, reasons),
-        "bootstrap": {"n_bootstrap": int(n_bootstrap), "seed": int(seed)},
-        "reasons": reasons,
-    }
+    table = {name: _compare(prompts, name, K_list, bootstrap) for name in resolve(names)}
+    theta = bootstrap.mean(prompts.pairs.theta_sq)
+    return with_reasons(
+        {
+            "K_list": [int(size) for size in K_list],
+            "n_prompts": len(prompts),
+            "n_blocks": int(prompts.n_blocks.sum()),
+            "n_continuations": int(prompts.n_outcomes[:, 0].sum()),
+            **_published(table),
+            "theta_norm_sq": theta.value_or_missing(),
+            "theta_norm_sq_ci95": theta.interval_or_missing(),
+            "estimators": table,
+            "on_policy_check": _on_policy_check(prompts),
+            "score_norm_sq": _score_norms(prompts, bootstrap),
+            "bootstrap": {"n_bootstrap": int(bootstrap.n_bootstrap), "seed": int(bootstrap.seed)},
+        }
+    )
 
 
-def _published(table: dict, reasons: dict) -> dict:
-    """The published keys (and the floor beside them) from the full table, their reasons included."""
+def _published(table: dict) -> dict:
+    """The published keys, and the floor beside them, from the full table."""
     result: dict = {}
     for end in ("", "_ci95"):
         result[f"conditional_on_x{end}"] = {name: table[name][f"trace_cov{end}"] for name in PUBLISHED}
         result[f"{FLOOR}{end}"] = table[FLOOR][f"trace_cov{end}"]
         result[f"signal_to_noise{end}"] = {name: table[name][f"signal_to_noise{end}"] for name in DEFAULT}
-        for name in DEFAULT:
-            trace = f"{FLOOR}{end}" if name == FLOOR else f"conditional_on_x{end}.{name}"
-            for path, key in ((trace, "trace_cov"), (f"signal_to_noise{end}.{name}", "signal_to_noise")):
-                if f"estimators.{name}.{key}{end}" in reasons:
-                    reasons[path] = reasons[f"estimators.{name}.{key}{end}"]
     return result
 
 
-def _compare(prompts: PromptMoments, name: str, K_list: Sequence[int], bootstrap: PromptBootstrap, reasons: dict) -> dict:
+def _compare(prompts: PromptMoments, name: str, K_list: Sequence[int], bootstrap: PromptBootstrap) -> dict:
     """One estimator in full: {title, target, then lists aligned with K_list, each with a ``_ci95`` beside it}.
 
     trace_cov; squared_bias and mse (where the target is theta); signal_to_noise ||E ghat||^2 / trace(Cov);
     effective_group_size: the K >= 2 at which plain GRPO has that signal-to-noise ratio; continuations_per_group: K, or
     K / P(keep) where groups are dropped; signal_to_noise_per_continuation: the ratio of the two;
-    prompts_never_kept (a count, without interval), and notes (e.g. a fitted weight), each aligned with K_list.
+    prompts_never_kept (a count, without interval), and notes (for example a fitted weight).
     """
     entry = ESTIMATORS[name]
-    moments = [_moments(prompts, name, size) for size in K_list]
+    moments = [moments_of(prompts, name, size) for size in K_list]
     result: dict = {"title": entry.title, "target": entry.other_target or "theta"}
     for quantity, measure in QUANTITIES.items():
         estimates = [measure(prompts, each, size, bootstrap) for each, size in zip(moments, K_list)]
-        result[quantity] = [estimate.value for estimate in estimates]
-        result[f"{quantity}_ci95"] = [estimate.interval for estimate in estimates]
-        for key, missing in (
-            (quantity, [each.reason for each in estimates if each.value is None]),
-            (f"{quantity}_ci95", [each.reason for each in estimates if each.interval is None]),
-        ):
-            if missing:
-                reasons[f"estimators.{name}.{key}"] = "; ".join(dict.fromkeys(missing))
+        result[quantity] = [estimate.value_or_missing() for estimate in estimates]
+        result[f"{quantity}_ci95"] = [estimate.interval_or_missing() for estimate in estimates]
     result["prompts_never_kept"] = [0 if m.weight is None else int((m.weight == 0).sum()) for m in moments]
     result["notes"] = [dict(each.notes) for each in moments]
     return result
@@ -181,8 +126,8 @@ def _average(part: str):
 
     def measure(prompts: PromptMoments, moments: Moments, group_size: int, bootstrap: PromptBootstrap) -> Estimate:
         values = getattr(moments, part)
-        if isinstance(values, str):
-            return Estimate(None, None, values)
+        if isinstance(values, Missing):
+            return Estimate(None, None, values.reason)
         if moments.weight is None:
             return bootstrap.mean(values)
         return bootstrap.share_ratio(moments.weight * values, moments.weight, f"share of groups kept at K={group_size}")
@@ -197,22 +142,22 @@ def _weighted(moments: Moments) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _signal_to_noise(prompts: PromptMoments, moments: Moments, group_size: int, bootstrap: PromptBootstrap) -> Estimate:
-    if isinstance(moments.trace, str):
-        return Estimate(None, None, moments.trace)
+    if isinstance(moments.trace, Missing):
+        return Estimate(None, None, moments.trace.reason)
     trace, signal = _weighted(moments)
     return bootstrap.ratio(signal, trace, f"trace(Cov) at K={group_size}")
 
 
 def _continuations(prompts: PromptMoments, moments: Moments, group_size: int, bootstrap: PromptBootstrap) -> Estimate:
-    if moments.weight is None and isinstance(moments.trace, str):
-        return Estimate(None, None, moments.trace)
+    if moments.weight is None and isinstance(moments.trace, Missing):
+        return Estimate(None, None, moments.trace.reason)
     kept = np.ones(len(prompts)) if moments.weight is None else moments.weight
     return bootstrap.share_ratio(np.full(len(prompts), group_size), kept, f"share of groups kept at K={group_size}")
 
 
 def _signal_per_continuation(prompts: PromptMoments, moments: Moments, group_size: int, bootstrap: PromptBootstrap) -> Estimate:
-    if isinstance(moments.trace, str):
-        return Estimate(None, None, moments.trace)
+    if isinstance(moments.trace, Missing):
+        return Estimate(None, None, moments.trace.reason)
     trace, signal = _weighted(moments)
     kept = np.ones(len(prompts)) if moments.weight is None else moments.weight
     reason = bootstrap.zero_reason(trace, f"trace(Cov) at K={group_size}")
@@ -233,12 +178,11 @@ def effective_group_size(trace, zeta1, pair_excess):
 
 
 def _effective_group_size(prompts: PromptMoments, moments: Moments, group_size: int, bootstrap: PromptBootstrap) -> Estimate:
-    """From averages: the trace, brought to the scale of theta, put into ``effective_group_size``."""
-    if isinstance(moments.trace, str):
-        return Estimate(None, None, moments.trace)
-    pairs: PairMoments = prompts.pairs
+    """``effective_group_size`` of averages: the trace is first scaled to that of an estimator of theta itself."""
+    if isinstance(moments.trace, Missing):
+        return Estimate(None, None, moments.trace.reason)
     trace, signal = _weighted(moments)
-    theta_sq = pairs.disjoint
+    theta_sq, zeta1, zeta2 = prompts.pairs.theta_sq, prompts.pairs.zeta1, prompts.pairs.zeta2
     divisors = {f"trace(Cov) at K={group_size}": trace}
     if moments.scale is None:
         divisors |= {f"||E ghat||^2 at K={group_size}": signal, "||theta||^2": theta_sq}
@@ -251,9 +195,7 @@ def _effective_group_size(prompts: PromptMoments, moments: Moments, group_size: 
         rescaled = trace / moments.scale**2 if moments.scale is not None else trace * theta_sq / signal
         return effective_group_size(rescaled, zeta1, pair_excess)
 
-    zeta1 = pairs.shared_member - theta_sq
-    pair_excess = 2 * (pairs.same_pair - theta_sq) - 4 * zeta1
-    estimate = bootstrap.of_means([trace, signal, theta_sq, zeta1, pair_excess], size)
+    estimate = bootstrap.of_means([trace, signal, theta_sq, zeta1, 2 * zeta2 - 4 * zeta1], size)
     if estimate.value is None:
         return estimate._replace(reason="plain GRPO has this signal-to-noise ratio at no group size")
     if estimate.value < 2 - 1e-9:
@@ -277,33 +219,36 @@ QUANTITIES = {
 }
 
 
-def _on_policy_check(prompts: PromptMoments, reasons: dict) -> dict:
+def _on_policy_check(prompts: PromptMoments) -> dict:
+    """{score_mean_sq, score_norm_sq, ratio, standard_error, z, self_normalised, warning}: is the mean of the scores 0?
+
+    ratio: unbiased mean ||E g||^2 over mean E||g||^2, with its standard error over prompts. It is 0 within about two of
+    them if the scores are those of the sampling law. self_normalised: sum over blocks of the estimates of ||E g||^2 over
+    the root of the sum of their squares. warning: a text where that says they are not, else None (``_on_policy_warning``).
+    """
     mean, norm = prompts.score_mean_sq, prompts.score_norm_sq[:, 0]
-    check = {"score_mean_sq": float(mean.mean()), "score_norm_sq": float(norm.mean())}
-    ratio = float(mean.mean() / norm.mean()) if norm.mean() > 0 else None
     error = z = None
-    if ratio is None:
-        reasons["on_policy_check.ratio"] = "every score is 0"
-    elif len(prompts) > 1:
+    ratio = float(mean.mean() / norm.mean()) if norm.mean() > 0 else None
+    if ratio is not None and len(prompts) > 1:
         # delta method: the ratio's error is that of the mean residual over the mean denominator
         error = float((mean - ratio * norm).std(ddof=1) / np.sqrt(len(prompts)) / norm.mean())
         z = ratio / error if error > 0 else None
-    for name, value in (("standard_error", error), ("z", z)):
-        if value is None:
-            reasons[f"on_policy_check.{name}"] = "needs at least two prompts that differ, and scores that are not 0"
+    too_few = Missing("needs at least two prompts that differ, and scores that are not 0")
     total, square, n_blocks = prompts.score_evidence.sum(0)
     self_normalised = float(total / np.sqrt(square)) if square > 0 else None
-    if self_normalised is None:
-        reasons["on_policy_check.self_normalised"] = "the scores of no block differ"
-    warning = _on_policy_warning(self_normalised, int(n_blocks))
-    if warning is None:
-        few = n_blocks <= SELF_NORMALISED_LIMIT**2
-        reasons["on_policy_check.warning"] = (
-            f"{n_blocks:.0f} blocks whose scores differ: too few to show that scores are wrong"
-            if few
-            else "nothing to warn of: correct scores give such values"
-        )
-    return {**check, "ratio": ratio, "standard_error": error, "z": z, "self_normalised": self_normalised, "warning": warning}
+    if n_blocks <= SELF_NORMALISED_LIMIT**2:
+        silent = Missing(f"{n_blocks:.0f} blocks whose scores differ: too few to show that scores are wrong")
+    else:
+        silent = Missing("nothing to warn of: correct scores give such values")
+    return {
+        "score_mean_sq": float(mean.mean()),
+        "score_norm_sq": float(norm.mean()),
+        "ratio": Missing("every score is 0") if ratio is None else ratio,
+        "standard_error": too_few if error is None else error,
+        "z": too_few if z is None else z,
+        "self_normalised": Missing("the scores of no block differ") if self_normalised is None else self_normalised,
+        "warning": _on_policy_warning(self_normalised, int(n_blocks)) or silent,
+    }
 
 
 SELF_NORMALISED_LIMIT = float(np.sqrt(2 * np.log(1000)))  # 3.72
@@ -336,8 +281,12 @@ def _on_policy_warning(self_normalised: float | None, n_blocks: int) -> str | No
     )
 
 
-def _score_norms(prompts: PromptMoments, bootstrap: PromptBootstrap, reasons: dict) -> dict:
-    result = {}
+def _score_norms(prompts: PromptMoments, bootstrap: PromptBootstrap) -> dict:
+    """{all, right, wrong: {mean, ci95, n_continuations}, split}: mean ||g||^2 of continuations.
+
+    split says in words which ones right and wrong are: rewards 1 and 0; for other rewards, above V(x) and not above.
+    """
+    result: dict = {}
     columns = ("all", "right", "wrong") if prompts.zero_one else ("all", "above", "not_above")
     for name, kind in zip(("all", "right", "wrong"), columns):
         column = CLASSES.index(kind)
@@ -346,8 +295,6 @@ def _score_norms(prompts: PromptMoments, bootstrap: PromptBootstrap, reasons: di
         if count:
             share = prompts.outcome_share[:, column]
             estimate = bootstrap.share_ratio(prompts.score_norm_sq[:, column], share, f"share of {LABELS[kind]} continuations")
-        result[name] = {"mean": estimate.value, "ci95": estimate.interval, "n_continuations": count}
-        for part, value in (("mean", estimate.value), ("ci95", estimate.interval)):
-            if value is None:
-                reasons[f"score_norm_sq.{name}.{part}"] = estimate.reason
+        mean, interval = estimate.value_or_missing(), estimate.interval_or_missing()
+        result[name] = {"mean": mean, "ci95": interval, "n_continuations": count}
     return {**result, "split": SPLITS[prompts.zero_one]}

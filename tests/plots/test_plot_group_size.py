@@ -8,11 +8,11 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from abstract_policy import group_size_law_of
 from test_group_size_law import plain_case
 from test_plot_tracecov import results
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.stats.group_size import group_size_law
 from plots.plot_group_size import load_law, main, plot_group_size, plot_side_by_side
 from plots.style import new_figure
 
@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "plots" / "plot_group_size.py"
 
 def law(**settings) -> dict:
     """A law as a results file holds it; c1, c2, c3 about 1, 1, 9."""
-    return json.loads(json.dumps(group_size_law(*plain_case(**settings), n_bootstrap=50)))
+    return json.loads(json.dumps(group_size_law_of(plain_case(**settings))))
 
 
 def lines(ax) -> dict:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from abstract_policy import summary_of
 from scripts import detailed_rows
 from test_plot_tracecov import notes
 
@@ -180,7 +181,7 @@ def test_prompts_are_counted_in_whole_numbers_on_the_axis(measured, small_run):
 def test_any_group_size_is_what_the_script_would_compute_from_the_grams(measured, small_run):
     sizes = [2, 3, 5, 8, 100]
     _, ax = plot_any_group_size(measured, sizes=sizes)
-    summary = estimators.summarise(gram_store.load_all(small_run / "grams"), sizes)
+    summary = summary_of(gram_store.load_all(small_run / "grams"), sizes)
     shown = lines(ax)
     for label, values in (
         ("vanilla", summary["conditional_on_x"]["naive"]),
@@ -199,8 +200,7 @@ def test_any_group_size_is_what_the_script_would_compute_from_the_grams(measured
 def test_all_estimators_are_compared_although_the_results_have_the_default_ones(measured, small_run, quantity):
     assert set(measured.results["estimators"]) < set(measured.compared) == set(ESTIMATORS)
     names = list(ESTIMATORS)
-    prompts = estimators.reduce_prompts(gram_store.load_all(small_run / "grams"), [4], names)
-    expected = estimators.summarise(prompts, [4], names=names)["estimators"]
+    expected = summary_of(gram_store.load_all(small_run / "grams"), [4], names=names)["estimators"]
     _, ax = plot_estimators(measured, quantity=quantity)
     known = {label_of(name): each[quantity][0] for name, each in expected.items() if each[quantity][0] is not None}
     surely = quantity == FAIR and expected["grpo"][f"{FAIR}_ci95"][0][0] > 0

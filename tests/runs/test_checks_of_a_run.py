@@ -17,10 +17,16 @@ from Gradient_evaluation.runs import measure
 from Gradient_evaluation.runs.tracecov import drawn
 from Gradient_evaluation.sampling import generate as sampling
 from Gradient_evaluation.stats.blocks import off_diagonal
+from Gradient_evaluation.stats.missing import with_reasons
 from Gradient_evaluation.stats.summary import SELF_NORMALISED_LIMIT as LIMIT
-from Gradient_evaluation.stats.summary import _on_policy_check, reduce_prompts, summarise
+from Gradient_evaluation.stats.summary import _on_policy_check, reduce_prompts
 
 FEW = ("--K_list", 4, "--M", 4)
+
+
+def on_policy_check(records) -> dict:
+    """The check of these records, None and a reason for what is missing."""
+    return with_reasons(_on_policy_check(reduce_prompts(records)))
 
 
 def test_a_run_reports_the_check_and_a_continued_one_keeps_it(policy, table, tmp_path, capsys, monkeypatch):
@@ -66,7 +72,7 @@ def test_the_on_policy_check_warns_of_scores_of_another_law():
         for n_prompts in (5, 12, 40):
             for centred in (True, False):
                 records = make_records(n_prompts=n_prompts, sizes=(8, 8), seed=100 * seed, centred=centred)
-                check = summarise(records, [2], n_bootstrap=10)["on_policy_check"]
+                check = on_policy_check(records)
                 if centred:
                     assert check["warning"] is None
                 elif n_prompts == 40:
@@ -94,7 +100,7 @@ def test_correct_scores_of_unlike_scales_and_of_rare_outcomes_give_no_warning(n_
         for rare in (0.02, 0.1, 1.0):
             for _ in range(12):
                 records = categorical_records(n_prompts, blocks, 8, spread, rare, generator)
-                assert _on_policy_check(reduce_prompts(records), {})["warning"] is None
+                assert on_policy_check(records)["warning"] is None
 
 
 @pytest.mark.slow
@@ -126,7 +132,7 @@ def test_the_warnings_false_alarms_are_fewer_than_one_in_a_thousand_and_the_nega
 def test_scores_of_another_law_warn_on_few_prompts_too_and_right_ones_do_not(n_prompts, sizes):
     for centred in (True, False):
         records = make_records(n_prompts=n_prompts, sizes=sizes, seed=7, centred=centred)
-        check = _on_policy_check(reduce_prompts(records), {})
+        check = on_policy_check(records)
         assert (check["self_normalised"] > LIMIT) is not centred
         assert check["warning"] is None if centred else "not those of the law that was sampled" in check["warning"]
 
@@ -135,7 +141,7 @@ def test_draws_that_repeat_each_other_warn_too():
     records = make_records(n_prompts=40, sizes=(8,) * 6, seed=7)
     for record in records:  # every continuation twice, as from one seed for two processes
         record.blocks = [(np.tile(q, (2, 2)), np.tile(z, 2), np.tile(length, 2)) for q, z, length in record.blocks]
-    assert "repeat each other" in _on_policy_check(reduce_prompts(records), {})["warning"]
+    assert "repeat each other" in on_policy_check(records)["warning"]
 
 
 def test_scores_of_another_law_never_make_the_expected_ratio_negative_and_no_block_goes_below_its_bound():
@@ -153,16 +159,15 @@ def test_rare_outcomes_make_z_far_below_zero_with_correct_scores_so_that_side_do
     """Outcome of probability 0.01, seen once in every block: what is common and right, and z is below -50."""
     scores = np.array([0.99] + [-0.01] * 15)
     blocks = [(np.outer(scores, scores) * scale, np.arange(16) % 2.0, np.ones(16)) for scale in np.linspace(1, 1.001, 20)]
-    check = _on_policy_check(reduce_prompts([SimpleNamespace(oracle_value=0.5, blocks=[each]) for each in blocks]), {})
+    check = on_policy_check([SimpleNamespace(oracle_value=0.5, blocks=[each]) for each in blocks])
     assert check["z"] < -50 and check["self_normalised"] < -LIMIT and check["warning"] is None
 
 
 def test_prompts_with_one_outcome_only_cannot_tell_and_give_no_warning():
     blocks = [(np.full((8, 8), scale), np.ones(8), np.ones(8)) for scale in np.linspace(0.1, 3, 60)]
-    reasons = {}
-    check = _on_policy_check(reduce_prompts([SimpleNamespace(oracle_value=1.0, blocks=[each]) for each in blocks]), reasons)
+    check = on_policy_check([SimpleNamespace(oracle_value=1.0, blocks=[each]) for each in blocks])
     assert check["warning"] is None and check["self_normalised"] is None
-    assert "0 blocks" in reasons["on_policy_check.warning"] and "on_policy_check.self_normalised" in reasons
+    assert "0 blocks" in check["reasons"]["warning"] and "self_normalised" in check["reasons"]
 
 
 def test_a_warning_is_printed_and_exact_scoring_gives_none(policy, tmp_path, capsys):

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from abstract_policy import summary_of
 from scripts import FLAGS, call, one_line_error, read, rows_of
 
 from Gradient_evaluation import calculate_oracle_v, run_tracecov, utils
@@ -13,7 +14,7 @@ from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.group_size_report import report as group_size_report
 from Gradient_evaluation.runs.oracle import oracle_columns
 from Gradient_evaluation.runs.oracle_table import load_oracle_table, rewards_of
-from Gradient_evaluation.stats.summary import reduce_prompts, summarise
+from Gradient_evaluation.stats.summary import reduce_prompts
 from Gradient_evaluation.utils import Reward
 from plots.make_report import main as make_report
 from plots.measurement import load_measurement
@@ -187,7 +188,7 @@ def test_score_norms_are_split_by_the_answer_for_rewards_of_0_and_1_and_by_v_for
     for rewards in ([1, 1, 1, 0], [2, 2, 2, 0]):
         records = [SimpleNamespace(oracle_value=1.5, blocks=[(gram, np.array(rewards, dtype=float), np.ones(4))])] * 3
         moments = reduce_prompts(records)
-        found = summarise(moments, [2], 20)["score_norm_sq"]
+        found = summary_of(moments, [2], 20)["score_norm_sq"]
         split[moments.zero_one] = (found["right"]["mean"], found["wrong"]["mean"], found["split"])
     assert split[True] == (2.0, 4.0, "right: reward 1; wrong: reward 0")
     assert split[False] == (2.0, 4.0, "right: reward above V(x); wrong: reward not above V(x)")

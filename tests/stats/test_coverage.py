@@ -15,9 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = map(str, (Path(__file__).resolve().parents[2], Path(__file__).resolve().parents[1]))
+from abstract_policy import group_size_law_of, prompts_with  # noqa: E402
+
+from Gradient_evaluation.stats.best_size import mse_times_budget  # noqa: E402
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap  # noqa: E402
-from Gradient_evaluation.stats.group_size import group_size_law, mse_times_budget  # noqa: E402
+from Gradient_evaluation.stats.group_size import group_size_law  # noqa: E402
+from Gradient_evaluation.stats.sketch_pairs import Sketches  # noqa: E402
 
 SPREADS = (0.5, 1.24, 2.0)
 PROMPTS = (4, 10, 12, 20, 40, 100)
@@ -73,7 +77,7 @@ def coverage_of_the_law(n: int, repeats: int, noise: float = 2.0, c3: float = 30
     generator, held, answers = np.random.default_rng([2, n]), {}, []
     for seed in range(repeats):
         moments, truth = two_levels(generator, n, noise=noise, c3=c3)
-        law = group_size_law(*moments, n_bootstrap=DRAWS, seed=seed)
+        law = group_size_law_of(moments, DRAWS, seed)
         for name, value in truth.items():
             if law[f"{name}_ci95"] is not None:
                 low, high = law[f"{name}_ci95"]
@@ -214,7 +218,7 @@ PREFIXES = (6, 7, 9, 12, 13, 16, 20, 24, 32, 40, 50, 64, 80, 100, 130)
 def prefix_forecasts(seed: int) -> dict[int, int | None]:
     """n → n plus the prompts asked for, of growing prefixes of one table; None where c1 is told from 0."""
     moments, _ = two_levels(np.random.default_rng(seed), PREFIXES[-1], spread=0.3, noise=3.0)
-    laws = {n: group_size_law(*(part[:n] for part in moments), n_bootstrap=200) for n in PREFIXES}
+    laws = {n: group_size_law_of([part[:n] for part in moments], 200) for n in PREFIXES}
     return {n: None if law["more_prompts"] is None else n + law["more_prompts"] for n, law in laws.items()}
 
 
@@ -228,10 +232,7 @@ def test_the_forecast_holds_on_growing_prefixes_of_one_table():
     for n in (50, 90, 200):
         generator = np.random.default_rng(1000 + n)
         resolved[n] = np.mean(
-            [
-                group_size_law(*two_levels(generator, n, spread=0.3, noise=3.0)[0], n_bootstrap=200)["c1_ci95"][0] > 0
-                for _ in range(60)
-            ]
+            [group_size_law_of(two_levels(generator, n, spread=0.3, noise=3.0)[0], 200)["c1_ci95"][0] > 0 for _ in range(60)]
         )
     assert resolved[50] < 0.75 < 0.9 < resolved[200] and abs(resolved[90] - 0.8) < 0.15, resolved
     assert 45 < np.median([total for _, total in asked]) < 180
@@ -254,15 +255,9 @@ def test_where_continuations_make_the_variance_the_forecast_says_how_many_more_w
     n = 24
     generator = np.random.default_rng(0)
     theta_sq = 0.1 + generator.permutation(np.linspace(-1, 1, n))
-    theta_noise = None if noise is None else np.full(n, noise * theta_sq.var(ddof=1))
-    law = group_size_law(
-        theta_sq,
-        np.ones(n),
-        np.full(n, 5.0),
-        1e-3 * generator.standard_normal((n, 4)),
-        theta_sq_noise=theta_noise,
-        n_bootstrap=200,
-    )
+    noise_of_each = np.nan if noise is None else noise * theta_sq.var(ddof=1)
+    prompts = prompts_with(theta_sq, np.ones(n), np.full(n, 5.0), theta_sq_noise=noise_of_each)
+    law = group_size_law(prompts, Sketches(1e-3 * generator.standard_normal((n, 4))), PromptBootstrap(n, 200))
     assert law["G_star"] is None and law["more_prompts"] > 5
     assert law["continuations_share"] == (None if share is None else pytest.approx(share, abs=0.05))
     if words is None:

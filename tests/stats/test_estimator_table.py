@@ -6,15 +6,18 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from abstract_policy import random_policy, sample_block
+from abstract_policy import random_policy, sample_block, summary_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from Gradient_evaluation.stats.blocks import (
+    GroupMoments,
     PairMoments,
+    group_moments,
     group_trace,
     mixture_coefficients,
     pair_moments,
+    partitions,
     prompt_only_coefficients,
     prompt_only_trace,
 )
@@ -30,8 +33,7 @@ from Gradient_evaluation.stats.estimators import (
     shrinkage_weights,
 )
 from Gradient_evaluation.stats.prompts import CLASSES, PromptMoments
-from Gradient_evaluation.stats.resampled_groups import GroupMoments, group_moments, partitions
-from Gradient_evaluation.stats.summary import effective_group_size, prompt_trace_covs, reduce_prompts, summarise
+from Gradient_evaluation.stats.summary import effective_group_size, prompt_trace_covs, reduce_prompts
 
 EXACT = dict(rel=1e-10, abs=1e-10)
 GREEDY = 0.25
@@ -239,7 +241,7 @@ def check_law(policies, name, group_size):
         if drop:
             assert found.weight[at] == pytest.approx(share, **EXACT)
         if entry.other_target:
-            assert entry.other_target in found.squared_bias and found.mse == found.squared_bias
+            assert entry.other_target in found.squared_bias.reason and found.mse == found.squared_bias
         else:
             bias = ((mean - policy.theta) ** 2).sum()
             assert found.squared_bias[at] == pytest.approx(bias, **EXACT)
@@ -367,10 +369,9 @@ def test_shrinkage_leans_on_the_group_more_as_the_group_grows():
 @given(seed=seeds, group_size=st.floats(1.5, 500))
 def test_effective_group_size_inverts_the_group_size_law(seed, group_size):
     pairs = exact_pairs(policy := random_policy(seed), policy.scores)
-    zeta1, zeta2 = pairs.shared_member - pairs.disjoint, pairs.same_pair - pairs.disjoint
     trace = group_trace(pairs, group_size)
-    if trace > 1e-9 and zeta1 > 1e-9:
-        found = effective_group_size(trace, zeta1, 2 * zeta2 - 4 * zeta1)
+    if trace > 1e-9 and pairs.zeta1 > 1e-9:
+        found = effective_group_size(trace, pairs.zeta1, 2 * pairs.zeta2 - 4 * pairs.zeta1)
         assert found == pytest.approx(group_size, rel=1e-6)
 
 
@@ -385,7 +386,7 @@ def sampled_records(n_prompts=40, sizes=(16, 16), **kinds):
 
 
 def test_plain_and_dr_grpo_have_the_effective_group_size_they_run_with():
-    results = summarise(sampled_records(sizes=(32, 32)), [4, 8], n_bootstrap=200, names=["dr_grpo"])
+    results = summary_of(sampled_records(sizes=(32, 32)), [4, 8], 200, names=["dr_grpo"])
     for name in ("grpo", "dr_grpo"):
         assert results["estimators"][name]["effective_group_size"] == pytest.approx([4, 8], rel=1e-9)
         assert results["estimators"][name]["effective_group_size_ci95"][0] == pytest.approx([4, 4], rel=1e-9)
@@ -413,7 +414,7 @@ def test_all_estimators_agree_with_their_exact_law_within_monte_carlo_error():
     ]
     prompts, exact = reduce_prompts(records, [4], list(ESTIMATORS)), exact_prompts(policies, [4])
     traces = prompt_trace_covs(prompts, 4, list(ESTIMATORS))
-    results = summarise(prompts, [4], n_bootstrap=50, names=list(ESTIMATORS))
+    results = summary_of(prompts, [4], 50, names=list(ESTIMATORS))
     for name in ESTIMATORS:
         truth = moments_of(exact, name, 4)
         assert traces[name] == pytest.approx(truth.trace, rel=0.12), name
@@ -442,7 +443,7 @@ def nulls(node, path=""):
 @pytest.mark.parametrize("n_prompts", [1, 2, 3, 25])
 def test_every_estimator_is_in_the_results_and_every_null_has_its_reason(n_prompts, sizes):
     records = sampled_records(n_prompts, sizes)
-    results = summarise(records, [2, 4, 8], n_bootstrap=60, names=list(ESTIMATORS))
+    results = summary_of(records, [2, 4, 8], 60, names=list(ESTIMATORS))
     assert list(results["estimators"]) == [*DEFAULT, *(name for name in ESTIMATORS if name not in DEFAULT)]
     keys = {tuple(entry) for entry in results["estimators"].values()}
     assert len(keys) == 1
@@ -455,8 +456,8 @@ def test_every_estimator_is_in_the_results_and_every_null_has_its_reason(n_promp
 
 def test_the_published_keys_do_not_change_with_more_estimators():
     records = sampled_records(8)
-    plain = summarise(records, [4], n_bootstrap=40)
-    more = summarise(records, [4], n_bootstrap=40, names=["rloo", "opo", "dapo"])
+    plain = summary_of(records, [4], 40)
+    more = summary_of(records, [4], 40, names=["rloo", "opo", "dapo"])
     assert list(plain["estimators"]) == list(DEFAULT) and list(more["estimators"]) == [*DEFAULT, "opo", "dapo"]
     for key in plain:
         if key not in ("estimators", "reasons"):
@@ -464,7 +465,7 @@ def test_the_published_keys_do_not_change_with_more_estimators():
 
 
 def test_a_block_too_small_for_pairs_of_groups_still_gives_the_mse_to_theta():
-    results = summarise(sampled_records(sizes=(16, 16)), [8, 10, 16], n_bootstrap=40, names=["opo", "std_verl"])
+    results = summary_of(sampled_records(sizes=(16, 16)), [8, 10, 16], 40, names=["opo", "std_verl"])
     opo, std = results["estimators"]["opo"], results["estimators"]["std_verl"]
     assert opo["trace_cov"][0] > 0 and opo["trace_cov"][1:] == [None, None]
     assert opo["mse"][1] > 0 and opo["mse"][2] is None
@@ -478,10 +479,10 @@ def test_the_greedy_baseline_needs_its_continuation_and_says_so():
     records = sampled_records(6)
     moments = reduce_prompts(records)
     expected = np.mean(prompt_only_trace(moments.coefficients, np.arange(6) % 2.0 - moments.centre)) / 4
-    found = summarise(moments, [4], 20, names=["remax"])["estimators"]["greedy"]
+    found = summary_of(moments, [4], 20, names=["remax"])["estimators"]["greedy"]
     assert found["trace_cov"] == pytest.approx([expected])
     del records[3].greedy_reward
-    results = summarise(records, [4], 20, names=["greedy"])
+    results = summary_of(records, [4], 20, names=["greedy"])
     assert results["estimators"]["greedy"]["trace_cov"] == [None]
     assert results["reasons"]["estimators.greedy.trace_cov"].startswith("no greedy continuation")
     records[3].greedy_reward = float("inf")
@@ -491,10 +492,10 @@ def test_the_greedy_baseline_needs_its_continuation_and_says_so():
 
 def test_prompts_that_keep_no_group_are_counted_and_weigh_nothing():
     records = sampled_records(12)
-    without = summarise(records, [4], 40, names=["dynamic_sampling"])["estimators"]["dynamic_sampling"]
+    without = summary_of(records, [4], 40, names=["dynamic_sampling"])["estimators"]["dynamic_sampling"]
     gram, rewards, lengths = records[0].blocks[0]
     solved = SimpleNamespace(oracle_value=1.0, greedy_reward=1.0, blocks=[(gram, np.ones(16), lengths)] * 2)
-    results = summarise([*records, solved, solved, solved], [4], 40, names=["dynamic_sampling"])
+    results = summary_of([*records, solved, solved, solved], [4], 40, names=["dynamic_sampling"])
     found = results["estimators"]["dynamic_sampling"]
     assert without["prompts_never_kept"] == [0] and found["prompts_never_kept"] == [3]
     for key in ("trace_cov", "signal_to_noise"):
@@ -504,7 +505,7 @@ def test_prompts_that_keep_no_group_are_counted_and_weigh_nothing():
     assert found["signal_to_noise_per_continuation"][0] == pytest.approx(
         found["signal_to_noise"][0] / found["continuations_per_group"][0]
     )
-    traces = prompt_trace_covs([*records, solved], 4, ["dynamic_sampling"])["dynamic_sampling"]
+    traces = prompt_trace_covs(reduce_prompts([*records, solved]), 4, ["dynamic_sampling"])["dynamic_sampling"]
     assert traces[-1] is None and None not in traces[:-1]
 
 
@@ -515,7 +516,7 @@ def test_averages_over_kept_groups_weigh_prompts_by_their_share_of_them():
         weight = np.where(policy.rewards > 0.5, right, 1 - right)
         policies[at] = policy._replace(probs=policy.probs * weight / (policy.probs @ weight))
     prompts = exact_prompts(policies, [3])
-    results = summarise(with_counts(prompts), [3], 10, names=["dapo"])
+    results = summary_of(with_counts(prompts), [3], 10, names=["dapo"])
     found, entry = moments_of(prompts, "dapo", 3), results["estimators"]["dapo"]
     assert found.weight.min() < 0.5 * found.weight.max()
     trace, signal = (found.weight @ part for part in (found.trace, found.signal))
@@ -535,7 +536,7 @@ def test_when_every_group_is_dropped_there_is_a_reason_instead_of_a_number():
     records = sampled_records(6)
     for record in records:
         record.blocks = [(gram, rewards * 0, lengths) for gram, rewards, lengths in record.blocks]
-    results = summarise(records, [4], 20, names=["dapo"])
+    results = summary_of(records, [4], 20, names=["dapo"])
     assert results["estimators"]["dapo"]["prompts_never_kept"] == [6]
     assert results["estimators"]["dapo"]["trace_cov"] == [None]
     assert "share of groups kept" in results["reasons"]["estimators.dapo.trace_cov"]
@@ -546,14 +547,14 @@ def test_names_and_aliases_resolve_and_unknown_ones_list_what_there_is():
     assert set(ALIASES.values()) <= set(ESTIMATORS)
     assert list(group_rules(["opo", "dr_grpo", "dynamic_sampling", "dapo"])) == ["opo", "dapo"] and group_rules([]) == {}
     with pytest.raises(ValueError, match="unknown estimator 'grpoo': one of naive, .*, rloo"):
-        summarise(sampled_records(3), [4], names=["grpoo"])
+        summary_of(sampled_records(3), [4], names=["grpoo"])
 
 
 def test_moments_reduced_without_an_estimator_do_not_pass_for_its_results():
     prompts = reduce_prompts(sampled_records(3), [4], ["opo"])
     for sizes, names in (([8], ["opo"]), ([4], ["std_verl"])):
         with pytest.raises(ValueError, match="call reduce_prompts"):
-            summarise(prompts, sizes, 10, names=names)
+            summary_of(prompts, sizes, 10, names=names)
 
 
 # --- the batch's denominator, against VERL ---
@@ -603,7 +604,7 @@ def test_token_mean_aggregation_is_that_of_verls_loss_over_a_whole_update_batch(
 
 def test_token_mean_is_grpo_in_another_unit_and_keeps_its_effective_group_size():
     records = sampled_records(sizes=(32, 32))
-    results = summarise(records, [4, 8], n_bootstrap=200, names=["token_mean"])
+    results = summary_of(records, [4, 8], 200, names=["token_mean"])
     found, plain = results["estimators"]["token_mean"], results["estimators"]["grpo"]
     length = np.mean([np.mean([block[2].mean() for block in record.blocks]) for record in records])
     assert [note["tokens_per_continuation"] for note in found["notes"]] == pytest.approx([length, length])

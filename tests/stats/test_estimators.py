@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from abstract_policy import random_policy, sample_block
+from abstract_policy import random_policy, sample_block, summary_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ from Gradient_evaluation.stats.blocks import (
 )
 from Gradient_evaluation.stats.estimators import ESTIMATORS
 from Gradient_evaluation.stats.prompts import best_baselines
-from Gradient_evaluation.stats.summary import prompt_trace_covs, reduce_prompts, summarise
+from Gradient_evaluation.stats.summary import prompt_trace_covs, reduce_prompts
 
 EXACT = dict(rel=1e-10, abs=1e-10)
 KINDS_OF_POLICY = pytest.mark.parametrize("centred", [True, False], ids=["centred", "not_centred"])
@@ -96,7 +96,7 @@ def test_with_scores_of_mean_zero_four_zeta1_is_the_oracle_trace_and_the_floor_i
     policy = random_policy(seed, binary=binary)
     pairs, coefficients = exact_pair_moments(policy), exact_coefficients(policy)
     oracle = prompt_only_trace(coefficients, policy.value)
-    assert 4 * (pairs.shared_member - pairs.disjoint) == pytest.approx(oracle, **EXACT)
+    assert 4 * pairs.zeta1 == pytest.approx(oracle, **EXACT)
     assert pairs.disjoint == pytest.approx(policy.theta @ policy.theta, **EXACT)
     best = coefficients[1] / coefficients[2]
     for baseline in (0.0, policy.value, best + 0.1, best - 0.1):
@@ -147,7 +147,7 @@ def test_records_give_the_same_numbers_as_the_block_formulas_averaged_over_all_b
     policy = policy._replace(probs=np.full(4, 0.25), scores=policy.scores - policy.scores.mean(0))
     gram, rewards, lengths, _ = policy.blocks(4)
     record = SimpleNamespace(oracle_value=policy.value, blocks=list(zip(gram, rewards, lengths)))
-    results = summarise([record, record], [2, 3, 4], n_bootstrap=10)
+    results = summary_of([record, record], [2, 3, 4], 10)
     for position, group_size in enumerate((2, 3, 4)):
         truth = {
             "naive": policy.moments(prompt_only(0.0), group_size)[1],
@@ -172,19 +172,19 @@ def test_the_on_policy_check_finds_scores_of_another_law():
     policy = policy._replace(probs=np.full(4, 0.25))
     gram, rewards, lengths, _ = policy.blocks(4)
     record = SimpleNamespace(oracle_value=policy.value, blocks=list(zip(gram, rewards, lengths)))
-    check = summarise([record], [2], n_bootstrap=10)["on_policy_check"]
+    check = summary_of([record], [2], 10)["on_policy_check"]
     mean = policy.scores.mean(0)
     assert check["ratio"] == pytest.approx(mean @ mean / (policy.scores**2).sum(-1).mean(), **EXACT)
     many = make_records(n_prompts=30, sizes=(16, 16), centred=False)
-    assert summarise(many, [2], n_bootstrap=10)["on_policy_check"]["z"] > 5
+    assert summary_of(many, [2], 10)["on_policy_check"]["z"] > 5
     many = make_records(n_prompts=30, sizes=(16, 16), centred=True)
-    assert abs(summarise(many, [2], n_bootstrap=10)["on_policy_check"]["z"]) < 4
+    assert abs(summary_of(many, [2], 10)["on_policy_check"]["z"]) < 4
 
 
 def test_the_error_of_the_on_policy_check_is_that_of_a_ratio_of_averages():
     """Against the jackknife over prompts, on scores whose mean is far from 0 so that both averages matter."""
     moments = reduce_prompts(make_records(n_prompts=40, sizes=(16, 16), centred=False))
-    check = summarise(moments, [2], n_bootstrap=10)["on_policy_check"]
+    check = summary_of(moments, [2], 10)["on_policy_check"]
     mean, norm = moments.score_mean_sq, moments.score_norm_sq[:, 0]
     without = np.array([np.delete(mean, at).mean() / np.delete(norm, at).mean() for at in range(40)])
     jackknife = np.sqrt(39 / 40 * ((without - without.mean()) ** 2).sum())
@@ -231,14 +231,14 @@ def test_the_floor_is_not_below_the_exact_floor_and_tends_to_it_with_more_blocks
             SimpleNamespace(oracle_value=policy.value, blocks=blocks[at : at + n_blocks])
             for at in range(0, len(blocks), n_blocks)
         ]
-        floor = np.array(prompt_trace_covs(records, 2)["best_baseline"])
+        floor = np.array(prompt_trace_covs(reduce_prompts(records), 2)["best_baseline"])
         error = floor.std() / np.sqrt(len(floor))
         assert error < 0.01 * truth
         assert truth - 4 * error < floor.mean() < (1 + excess) * truth
 
 
 def test_one_block_has_no_floor_and_says_so():
-    results = summarise(make_records(sizes=(6,)), [4, 8], n_bootstrap=20)
+    results = summary_of(make_records(sizes=(6,)), [4, 8], 20)
     assert results["best_baseline"] == [None, None] and results["best_baseline_ci95"] == [None, None]
     assert results["signal_to_noise"]["best_baseline"] == [None, None]
     assert "only one" in results["reasons"]["best_baseline"]
@@ -250,7 +250,7 @@ def test_one_block_has_no_floor_and_says_so():
 
 
 def test_results_have_the_published_keys_and_survive_strict_json():
-    results = summarise(make_records(n_prompts=12), [2, 4, 64], n_bootstrap=50)
+    results = summary_of(make_records(n_prompts=12), [2, 4, 64], 50)
     assert set(results["conditional_on_x"]) == {"naive", "grpo", "oracleV"}
     for curve in (*results["conditional_on_x"].values(), results["best_baseline"]):
         assert len(curve) == 3 and all(isinstance(value, float) for value in curve)
@@ -270,7 +270,7 @@ def test_results_do_not_depend_on_the_order_of_prompts_blocks_or_continuations()
         SimpleNamespace(oracle_value=record.oracle_value, blocks=[shuffled(block) for block in record.blocks[::-1]])
         for record in records[::-1]
     ]
-    first, second = (summarise(each, [2, 8], n_bootstrap=10) for each in (records, other))
+    first, second = (summary_of(each, [2, 8], 10) for each in (records, other))
     for name in ("naive", "grpo", "oracleV"):
         assert first["conditional_on_x"][name] == pytest.approx(second["conditional_on_x"][name], rel=1e-9)
     for outcome in ("all", "right", "wrong"):
@@ -278,12 +278,13 @@ def test_results_do_not_depend_on_the_order_of_prompts_blocks_or_continuations()
     assert first["on_policy_check"].pop("warning") == second["on_policy_check"].pop("warning")
     for key in ("best_baseline", "theta_norm_sq", "on_policy_check"):
         assert first[key] == pytest.approx(second[key], rel=1e-9)
-    assert prompt_trace_covs(records, 4)["grpo"] == pytest.approx(prompt_trace_covs(other, 4)["grpo"][::-1], rel=1e-9)
+    traces, others = (prompt_trace_covs(reduce_prompts(each), 4)["grpo"] for each in (records, other))
+    assert traces == pytest.approx(others[::-1], rel=1e-9)
 
 
 def test_the_mean_of_the_per_prompt_traces_is_the_result():
     records = make_records(n_prompts=5)
-    results, traces = summarise(iter(records), [8], n_bootstrap=10), prompt_trace_covs(records, 8)
+    results, traces = summary_of(iter(records), [8], 10), prompt_trace_covs(reduce_prompts(records), 8)
     for name in ("naive", "grpo", "oracleV"):
         assert np.mean(traces[name]) == pytest.approx(results["conditional_on_x"][name][0], rel=1e-12)
     assert np.mean(traces["best_baseline"]) == pytest.approx(results["best_baseline"][0], rel=1e-12)
@@ -298,7 +299,7 @@ def test_a_constant_in_rewards_and_baselines_moves_vanilla_alone(constant):
         records.append(SimpleNamespace(oracle_value=value, greedy_reward=greedy, blocks=blocks))
         more = [(q, z + constant, length) for q, z, length in blocks]
         moved.append(SimpleNamespace(oracle_value=value + constant, greedy_reward=greedy + constant, blocks=more))
-    before, after = (summarise(each, [4], n_bootstrap=10, names=list(ESTIMATORS)) for each in (records, moved))
+    before, after = (summary_of(each, [4], 10, names=list(ESTIMATORS)) for each in (records, moved))
     for name in ESTIMATORS:
         if name != "naive":
             found, wanted = (each["estimators"][name]["trace_cov"] for each in (after, before))
@@ -314,14 +315,14 @@ def test_intervals_cover_the_truth_about_95_times_in_100():
         generator = np.random.default_rng(repeat)
         policies = [random_policy(int(seed)) for seed in generator.integers(0, 40, 40)]
         records = [SimpleNamespace(oracle_value=p.value, blocks=[sample_block(p, 8, generator)]) for p in policies]
-        low, high = summarise(records, [4], n_bootstrap=300)["conditional_on_x_ci95"]["grpo"][0]
+        low, high = summary_of(records, [4], 300)["conditional_on_x_ci95"]["grpo"][0]
         truth = np.mean([group_trace(exact_pair_moments(random_policy(seed)), 4) for seed in range(40)])
         hits.append(low <= truth <= high)
     assert 0.87 < np.mean(hits) <= 1.0
 
 
 def test_one_prompt_gives_values_without_intervals_and_says_why():
-    results = summarise(make_records(n_prompts=1, sizes=(32, 32)), [4], n_bootstrap=20)
+    results = summary_of(make_records(n_prompts=1, sizes=(32, 32)), [4], 20)
     assert results["conditional_on_x"]["grpo"][0] > 0
     assert results["conditional_on_x_ci95"]["grpo"] == [None]
     assert results["theta_norm_sq_ci95"] is None
@@ -336,7 +337,7 @@ def test_signal_to_noise_is_null_where_the_trace_could_be_zero():
     for record in records:  # all rewards equal: every trace around b = V is exactly 0
         record.oracle_value = 1.0
         record.blocks = [(gram, np.ones_like(rewards), lengths) for gram, rewards, lengths in record.blocks]
-    results = summarise(records, [4], n_bootstrap=50)
+    results = summary_of(records, [4], 50)
     assert results["conditional_on_x"]["grpo"] == [0.0] and results["conditional_on_x"]["oracleV"] == [0.0]
     assert results["signal_to_noise"]["grpo"] == [None]
     assert "includes 0" in results["reasons"]["signal_to_noise.grpo"]
@@ -347,7 +348,7 @@ def test_signal_to_noise_is_null_where_the_trace_could_be_zero():
 
 def test_a_ratio_is_that_of_the_averages_not_the_average_of_ratios():
     records = make_records(n_prompts=5, sizes=(24, 24))
-    results, moments = summarise(records, [4], n_bootstrap=10), reduce_prompts(records)
+    results, moments = summary_of(records, [4], 10), reduce_prompts(records)
     trace = np.mean(prompt_trace_covs(moments, 4)["grpo"])
     assert results["signal_to_noise"]["grpo"][0] == pytest.approx(moments.pairs.disjoint.mean() / trace, rel=1e-12)
 
@@ -368,26 +369,26 @@ def test_a_bad_block_is_refused_by_the_name_of_its_prompt(spoil, message):
     records[2].blocks[1] = (records[2].blocks[1][0], np.arange(7) % 2.0, records[2].blocks[1][2])
     records[2].blocks[1] = spoil(*records[2].blocks[1])
     with pytest.raises(ValueError, match=message):
-        summarise(records, [4])
+        summary_of(records, [4])
 
 
 def test_missing_or_bad_oracle_values_are_a_reason_or_an_error():
     records = make_records(n_prompts=3)
     records[1].oracle_value = None
-    results = summarise(records, [4], n_bootstrap=10)
+    results = summary_of(records, [4], 10)
     assert results["conditional_on_x"]["oracleV"] == [None]
     assert "1 of 3 prompts" in results["reasons"]["conditional_on_x.oracleV"]
     records[1].oracle_value = float("nan")
     with pytest.raises(ValueError, match="prompt 1: the oracle value"):
-        summarise(records, [4])
+        summary_of(records, [4])
 
 
 @pytest.mark.parametrize("bad", [[], [1, 4], [0]])
 def test_group_sizes_below_two_and_empty_input_are_refused(bad):
     with pytest.raises(ValueError, match="at least 2"):
-        summarise(make_records(n_prompts=2), bad)
+        summary_of(make_records(n_prompts=2), bad)
     with pytest.raises(ValueError, match="no prompts"):
-        summarise([], [4])
+        summary_of([], [4])
 
 
 # --- advantages ---
@@ -442,7 +443,7 @@ def test_an_effective_group_size_below_the_smallest_group_is_null_with_the_reaso
         disjoint=np.full(12, 1.0), shared_member=np.full(12, 1.5), same_pair=np.linspace(4.9, 5.1, 12)
     )
     moments = replace(moments, pairs=pairs, coefficients=np.tile([30.0, 0.0, 1.0], (12, 1)), centre=np.zeros(12))
-    results = summarise(moments, [2], n_bootstrap=50)
+    results = summary_of(moments, [2], 50)
     worse = results["estimators"]["naive"]
     assert worse["effective_group_size"] == [None] and worse["effective_group_size_ci95"] == [None]
     assert "K = 2, the smallest group" in results["reasons"]["estimators.naive.effective_group_size"]

@@ -6,21 +6,22 @@ from math import comb
 
 import numpy as np
 import pytest
-from abstract_policy import Policy
+from abstract_policy import Policy, coin, group_size_law_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_estimators import exact_pair_moments, leave_one_out
 
 from Gradient_evaluation.runs.group_size_report import budget_table, report
+from Gradient_evaluation.stats.best_size import best_group_size, best_integer, mse_times_budget, near_best
 from Gradient_evaluation.stats.blocks import pair_moments
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
-from Gradient_evaluation.stats.group_size import best_group_size, best_integer, group_size_law, mse_times_budget, near_best
 from Gradient_evaluation.stats.silent_groups import RewardCounts, reward_counts
 from Gradient_evaluation.stats.sketch_pairs import (
+    Sketches,
     SketchPart,
     pair_averages,
     pair_mean,
-    pair_mean_variance,
+    pair_mean_covariance,
     pair_products,
     prompt_averaged_cosines,
     sketch_covariance,
@@ -46,8 +47,7 @@ def make_family(seed=0, n_prompts=5, n_outcomes=4, dim=6, common=1.0) -> list[Po
 def exact_constants(family) -> tuple[float, float, float]:
     thetas = np.stack([policy.theta for policy in family])
     moments = [exact_pair_moments(policy) for policy in family]
-    zeta1 = np.array([m.shared_member - m.disjoint for m in moments])
-    zeta2 = np.array([m.same_pair - m.disjoint for m in moments])
+    zeta1, zeta2 = (np.array([getattr(m, name) for m in moments]) for name in ("zeta1", "zeta2"))
     c1 = ((thetas - thetas.mean(0)) ** 2).sum(1).mean()
     return float(c1), float(4 * zeta1.mean()), float((2 * zeta2 - 4 * zeta1).mean())
 
@@ -67,8 +67,7 @@ def sample_prompts(family, n, block, generator):
     moments = pair_moments(scores @ scores.swapaxes(1, 2), rewards)
     gradients = leave_one_out(scores, rewards, None)
     outcomes = [reward_counts(each, np.ones(block)) for each in rewards]
-    theta_sq = moments.disjoint
-    return theta_sq, moments.shared_member - theta_sq, moments.same_pair - theta_sq, gradients, outcomes
+    return moments.theta_sq, moments.zeta1, moments.zeta2, gradients, outcomes
 
 
 def sketch(gradients, k, seed):
@@ -145,7 +144,7 @@ def test_constants_from_sampled_blocks_agree_with_the_exact_sums(sketched):
         layout = None
         if sketched:
             gradients, layout = sketch(gradients, 4, seed)
-        law = group_size_law(*moments, gradients, values, sketch_layout=layout, n_bootstrap=20)
+        law = group_size_law_of((*moments, gradients, values), 20, layout=layout)
         found.append([law[name] for name in truth])
     error = np.std(found, axis=0, ddof=1) / np.sqrt(len(found))
     difference = np.mean(found, axis=0) - list(truth.values())
@@ -155,7 +154,7 @@ def test_constants_from_sampled_blocks_agree_with_the_exact_sums(sketched):
 def test_the_whole_law_from_many_prompts_is_that_of_the_exact_constants():
     family = make_family(seed=2)
     c1, c2, c3 = exact_constants(family)
-    law = group_size_law(*sample_prompts(family, 1500, 16, np.random.default_rng(0)), n_bootstrap=300)
+    law = group_size_law_of(sample_prompts(family, 1500, 16, np.random.default_rng(0)), 300)
     target = np.mean([policy.theta for policy in family], axis=0)
     size = law["gradient_noise_scale_G"]
     truth = {
@@ -200,7 +199,7 @@ def test_the_variance_of_the_pair_mean_is_unbiased_for_its_spread():
     generator = np.random.default_rng(1)
     products = [pair_products(noisy_gradients(12, 0.4, 1.0, generator)) for _ in range(1500)]
     spread = np.var([pair_mean(table) for table in products])
-    assert np.mean([pair_mean_variance(table) for table in products]) == pytest.approx(spread, rel=0.15)
+    assert np.mean([pair_mean_covariance([table])[0, 0] for table in products]) == pytest.approx(spread, rel=0.15)
 
 
 def test_a_resample_pairs_no_prompt_with_its_own_copy():
@@ -252,12 +251,12 @@ def test_intervals_of_the_law_hold_the_truth_when_prompts_and_sketch_are_drawn_a
     for seed in range(repeats):
         *moments, gradients, _ = sample_prompts(family, 60, 24, generator)
         sketches, layout = sketch(gradients, 6, seed)
-        law = group_size_law(*moments, sketches, sketch_layout=layout, n_bootstrap=200, seed=seed)
+        law = group_size_law_of((*moments, sketches), 200, seed, layout)
         for name, value in truth.items():
             if law[name] is not None:
                 low, high = law[f"{name}_ci95"]
                 held[name].append(low <= value <= (np.inf if high is None else high))
-        bare = group_size_law(*moments, sketches, n_bootstrap=200, seed=seed)["mean_theta_norm_sq_ci95"]
+        bare = group_size_law_of((*moments, sketches), 200, seed)["mean_theta_norm_sq_ci95"]
         without += bare[0] <= target @ target <= bare[1]
     assert min(map(len, held.values())) > 0.9 * repeats
     assert {name: np.mean(each) > 0.86 for name, each in held.items()} == dict.fromkeys(truth, True), held
@@ -289,7 +288,7 @@ def test_with_many_prompts_the_sketch_alone_decides_the_interval_of_the_norm_and
     gradients = np.tile(common.ravel(), (6, 1))  # prompts without a difference: nothing for the bootstrap to see
     for seed in range(200):
         sketches, layout = sketch(gradients, 12, seed)
-        law = group_size_law(*plain_case(n=6)[:3], sketches, sketch_layout=layout, n_bootstrap=200, seed=seed)
+        law = group_size_law_of((*plain_case(n=6)[:3], sketches), 200, seed, layout)
         low, high = law["mean_theta_norm_sq_ci95"]
         assert 0 < low < law["mean_theta_norm_sq"] < high
         held += low <= common.ravel() @ common.ravel() <= high
@@ -317,7 +316,7 @@ def test_the_sketch_error_moves_c1_far_less_than_the_norm_of_the_mean_and_shrink
     *moments, gradients, _ = sample_prompts(family, 60, 12, np.random.default_rng(0))
     spread = {}
     for k in (3, 6, 12):
-        laws = [group_size_law(*moments, sketch(gradients, k, seed)[0], n_bootstrap=2) for seed in range(40)]
+        laws = [group_size_law_of((*moments, sketch(gradients, k, seed)[0]), 2) for seed in range(40)]
         spread[k] = [
             np.std([law[name] for law in laws]) / np.mean([law[name] for law in laws]) for name in ("c1", "mean_theta_norm_sq")
         ]
@@ -356,7 +355,7 @@ def test_the_best_integer_and_the_ten_percent_range_are_those_of_a_search(c1, c2
 
 
 def test_powers_of_two_are_those_in_the_range():
-    law = group_size_law(*sample_prompts(make_family(seed=2), 400, 16, np.random.default_rng(0)), n_bootstrap=50)
+    law = group_size_law_of(sample_prompts(make_family(seed=2), 400, 16, np.random.default_rng(0)))
     low, high = law["within_10_percent"]
     assert law["powers_of_two"] == [power for power in (2, 4, 8, 16, 32, 64, 128, 256, 512) if low <= power <= high]
     (low_low, low_high), (high_low, high_high) = law["within_10_percent_ci95"]
@@ -364,11 +363,6 @@ def test_powers_of_two_are_those_in_the_range():
 
 
 # --- cases without an answer ---
-
-
-def coin(n):
-    """As many rewards of 0 as of 1 among n continuations."""
-    return RewardCounts(np.array([0, 1]), np.array([n // 2, n // 2]), np.ones(2))
 
 
 def plain_case(n=40, c1=1.0, c2=1.0, c3=9.0, spread=0.1, seed=0, mean=0.0):
@@ -387,10 +381,7 @@ def test_rewards_that_never_differ_have_no_best_group_size_and_say_why():
     """As of blocks whose rewards are all equal: every moment of GRPO is exactly 0."""
     rewards, grams = np.full((6, 8), 0.1), np.random.default_rng(0).normal(size=(6, 8, 20))
     moments = pair_moments(grams @ grams.swapaxes(1, 2), rewards)
-    theta_sq = moments.disjoint
-    law = group_size_law(
-        theta_sq, moments.shared_member - theta_sq, moments.same_pair - theta_sq, np.zeros((6, 4)), n_bootstrap=50
-    )
+    law = group_size_law_of((moments.theta_sq, moments.zeta1, moments.zeta2, np.zeros((6, 4))))
     intervals = [f"{name}_ci95" for name in ("c1", "c2", "c3", "mean_theta_sq", "mean_theta_norm_sq")]
     for name in (*ANSWERS, *intervals, "almost_best", "more_prompts", "gradient_noise_scale"):
         assert law[name] is None and law["reasons"][name].startswith("no reward ever differed"), name
@@ -400,9 +391,7 @@ def test_rewards_that_never_differ_have_no_best_group_size_and_say_why():
 
 
 def test_gradients_of_zero_with_rewards_that_differ_are_not_called_rewards_that_never_differ():
-    law = group_size_law(
-        np.r_[0.0, 1.0, -1.0, 0, 0], np.zeros(5), np.r_[0.0, -1.0, 2.0, 0, 0], np.zeros((5, 4)), n_bootstrap=50
-    )
+    law = group_size_law_of((np.r_[0.0, 1.0, -1.0, 0, 0], np.zeros(5), np.r_[0.0, -1.0, 2.0, 0, 0], np.zeros((5, 4))))
     assert law["G_star"] is None and "no reward ever differed" not in law["reasons"]["G_star"]
 
 
@@ -410,7 +399,7 @@ def test_gradients_of_zero_with_rewards_that_differ_are_not_called_rewards_that_
 def test_a_c3_that_is_not_above_zero_is_noise_and_never_the_answer_two(c1, c3):
     """c3 >= 0 for every policy, so such an estimate says that more is needed, and not that G = 2 is best."""
     assert np.isnan(best_group_size(c1, c3)) and np.isnan(best_integer(c1, 1.0, c3))
-    law = group_size_law(*plain_case(c1=c1, c3=c3), n_bootstrap=100)
+    law = group_size_law_of(plain_case(c1=c1, c3=c3), 100)
     for name in (*ANSWERS, "almost_best"):
         assert law[name] is None and "c3" in law["reasons"][name] and "noise" in law["reasons"][name], name
     assert law["relative_mse"]["value"] is None and "noise" in law["reasons"]["relative_mse"]
@@ -424,7 +413,7 @@ def test_the_less_c1_is_known_the_less_is_said_of_g_star():
     theta_sq, *rest = plain_case(c3=400.0)
     ends = []
     for spread in (0.1, 0.8, 2.5, 6.0):
-        law = group_size_law(1 + (theta_sq - theta_sq.mean()) * spread / theta_sq.std(), *rest, n_bootstrap=400)
+        law = group_size_law_of((1 + (theta_sq - theta_sq.mean()) * spread / theta_sq.std(), *rest), 400)
         ends.append((law["G_star_at_least"], law["G_star_ci95"], law["G_star_may_be_larger"]))
     bounds, intervals, larger = zip(*ends)
     assert bounds[0] > bounds[1] > bounds[2] > bounds[3] > 2
@@ -433,12 +422,12 @@ def test_the_less_c1_is_known_the_less_is_said_of_g_star():
 
 
 def test_no_group_size_below_two_is_ever_proposed():
-    law = group_size_law(*plain_case(c1=4.0, c3=1.0), n_bootstrap=100)
+    law = group_size_law_of(plain_case(c1=4.0, c3=1.0), 100)
     assert law["G_star"] == 2.0 and law["c3"] > 0
 
 
 def test_a_c1_not_distinguishable_from_zero_has_no_best_group_size_but_a_number_of_prompts():
-    law = group_size_law(*plain_case(c1=0.05, spread=0.5), n_bootstrap=300)
+    law = group_size_law_of(plain_case(c1=0.05, spread=0.5), 300)
     assert law["c1_ci95"][0] <= 0 < law["c1_ci95"][1]
     for name in ("G_star", "G_star_ci95", "within_10_percent", "powers_of_two", "gradient_noise_scale"):
         assert law[name] is None and "cannot be told from 0" in law["reasons"][name]
@@ -451,14 +440,14 @@ def test_where_the_sketch_is_what_hides_c1_a_larger_sketch_is_asked_for():
     theta_sq, zeta1, zeta2, _, values = plain_case(spread=0.001, c1=0.001)
     theta_sq = theta_sq + 3.0
     gradients = 1.0 + 1e-4 * np.random.default_rng(0).normal(size=(40, 3))
-    law = group_size_law(theta_sq, zeta1, zeta2, gradients, values, sketch_dim=4, n_bootstrap=100)
+    law = group_size_law_of((theta_sq, zeta1, zeta2, gradients, values), 100, dim=4)
     assert law["more_prompts"] is None and "--sketch_dim" in law["reasons"]["G_star"]
     assert law["sketch_standard_error"] == pytest.approx(2 * np.sqrt(1 / 4 + 1 / 16) * law["mean_theta_norm_sq"])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_few_prompts_are_reasons_not_errors(n):
-    law = group_size_law(*plain_case(n=n, mean=1.0), n_bootstrap=50)
+    law = group_size_law_of(plain_case(n=n, mean=1.0))
     nulls = [name for name, value in law.items() if value is None]
     assert {"c1_ci95", "G_star", "G_star_ci95", "within_10_percent", "gradient_noise_scale"} <= set(nulls)
     assert set(nulls) <= set(law["reasons"])
@@ -471,41 +460,40 @@ def test_few_prompts_are_reasons_not_errors(n):
 
 def test_records_without_sketches_say_so():
     *moments, _, values = plain_case()
-    law = group_size_law(*moments, None, values, n_bootstrap=50)
+    law = group_size_law_of((*moments, None, values))
     assert law["c1"] is None and "--sketch_dim" in law["reasons"]["c1"] and law["c3_ci95"] is not None
     assert "--sketch_dim" in report(law) and all(name in law["reasons"] for name, value in law.items() if value is None)
     json.dumps(law, allow_nan=False)
 
 
 def test_gradients_that_are_all_zero_do_not_crash():
-    law = group_size_law(np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4)), n_bootstrap=50)
+    law = group_size_law_of((np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4))))
     assert law["c1"] == 0.0 and law["gradient_noise_scale"] is None
     json.dumps(law, allow_nan=False)
 
 
 def test_the_noise_scale_is_null_where_the_mean_gradient_may_be_zero_and_has_its_formula_elsewhere():
-    law = group_size_law(*plain_case(mean=0.0), n_bootstrap=100)
+    law = group_size_law_of(plain_case(mean=0.0), 100)
     assert law["G_star"] is not None and law["gradient_noise_scale"] is None
     assert "includes 0" in law["reasons"]["gradient_noise_scale"]
-    law = group_size_law(*plain_case(mean=1.0), group_size=6, n_bootstrap=100)
-    mse = law["c1"] + law["c2"] / 6 + law["c3"] / 30
+    law = group_size_law_of(plain_case(mean=1.0), 100)
+    size = law["gradient_noise_scale_G"]
+    mse = law["c1"] + law["c2"] / size + law["c3"] / (size * (size - 1))
     assert law["gradient_noise_scale"] == pytest.approx(mse / law["mean_theta_norm_sq"])
-    assert law["gradient_noise_scale_G"] == 6
+    assert size == law["best_integer"] > 2
     assert law["gradient_noise_scale_ci95"][0] < law["gradient_noise_scale"] < law["gradient_noise_scale_ci95"][1]
 
 
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        (lambda case: [case[0], case[1][:-1], *case[2:]], "39 prompts, not 40"),
-        (lambda case: [*case[:3], case[3][:-1], case[4]], "sketches: 39 prompts"),
-        (lambda case: [case[0] * np.nan, *case[1:]], "not finite"),
-        (lambda case: [*case[:3], case[3] * np.inf, case[4]], "sketches: a value is not finite"),
+        (lambda case: [case[0] * np.nan, *case[1:]], "the moments of the prompts have a value that is not finite"),
+        (lambda case: [*case[:3], case[3] * np.inf, case[4]], "the sketches of the prompts have a value that is not finite"),
     ],
 )
-def test_arrays_that_do_not_belong_together_are_refused(spoil, message):
+def test_values_that_are_not_finite_are_refused(spoil, message):
     with pytest.raises(ValueError, match=message):
-        group_size_law(*spoil(plain_case()), n_bootstrap=10)
+        group_size_law_of(spoil(plain_case()))
 
 
 # --- silent groups, budgets, words ---
@@ -514,25 +502,21 @@ def test_arrays_that_do_not_belong_together_are_refused(spoil, message):
 def test_the_share_of_silent_groups_is_the_mean_over_prompts_of_the_unbiased_share_for_any_rewards():
     """4 continuations: all equal; 3 of one reward; all different."""
     outcomes = [RewardCounts(np.arange(len(c)) - 0.5, np.array(c), np.ones(len(c))) for c in ([4], [3, 1], [1, 1, 1, 1])]
-    silent = group_size_law(*plain_case(n=3)[:3], None, outcomes, n_bootstrap=20)["silent_share"]
+    silent = group_size_law_of((*plain_case(n=3)[:3], None, outcomes), 20)["silent_share"]
     assert silent["share"][:2] == pytest.approx([(1 + 3 / 6 + 0) / 3, 1 / 3])
     assert silent["continuations"] == 4 and silent["share"][2:] == [None] * 7 == silent["ci95"][2:]
 
 
 def test_a_silent_share_that_is_not_known_is_null_with_its_reason():
     *case, outcomes = plain_case()
-    law = group_size_law(*case, [coin(16)] * len(outcomes), n_bootstrap=20)
+    law = group_size_law_of((*case, [coin(16)] * len(outcomes)), 20)
     assert "16 continuations" in law["reasons"]["silent_share.share"]
     assert [row["silent_share"] is None for row in budget_table(law, 32)] == [False] * 4 + [True]
     assert "silent" in report(law, 32)
-    law = group_size_law(*case, n_bootstrap=20)
-    assert law["silent_share"]["share"] is None and law["reasons"]["silent_share"]
-    with pytest.raises(ValueError, match="outcomes: 3 prompts, not 40"):
-        group_size_law(*case, outcomes[:3], n_bootstrap=10)
 
 
 def test_the_budget_table_has_the_powers_of_two_that_fit_and_counts_what_is_really_used():
-    law = group_size_law(*plain_case(), n_bootstrap=50)
+    law = group_size_law_of(plain_case())
     rows = budget_table(law, 100)
     assert [row["G"] for row in rows] == [2, 4, 8, 16, 32, 64] and [row["B"] for row in rows] == [50, 25, 12, 6, 3, 1]
     for row in rows:
@@ -546,7 +530,7 @@ def test_the_budget_table_has_the_powers_of_two_that_fit_and_counts_what_is_real
 
 
 def test_the_report_states_constants_best_size_range_and_that_it_is_a_prediction():
-    law = group_size_law(*plain_case(mean=1.0), n_bootstrap=100)
+    law = group_size_law_of(plain_case(mean=1.0), 100)
     text = report(json.loads(json.dumps(law)), budget=32)
     for piece in (f"c1 = {law['c1']:.4g}", f"G* = {law['G_star']:.3g}", "within 10%", "sqrt(c3/c1)", "noise scale"):
         assert piece in text
@@ -555,8 +539,7 @@ def test_the_report_states_constants_best_size_range_and_that_it_is_a_prediction
 
 def test_one_seed_gives_one_law():
     case = plain_case()
-    assert group_size_law(*case, n_bootstrap=50, seed=3) == group_size_law(*case, n_bootstrap=50, seed=3)
-    assert group_size_law(*case, n_bootstrap=50, seed=3) != group_size_law(*case, n_bootstrap=50, seed=4)
+    assert group_size_law_of(case, seed=3) == group_size_law_of(case, seed=3) != group_size_law_of(case, seed=4)
 
 
 # --- cosines of prompt-averaged means ---
@@ -571,7 +554,9 @@ def test_cosines_of_prompt_averages_are_those_of_the_true_means_not_of_single_pr
         return mean + 0.4 * generator.normal(size=(300, 30))
 
     sketches = np.stack([around(3 * theta_mean), around(other), around(0 * other)], axis=1)
-    found = prompt_averaged_cosines(sketches, around(theta_mean), ["same", "sixty", "none"], n_bootstrap=200)
+    found = prompt_averaged_cosines(
+        sketches, ["same", "sixty", "none"], Sketches(around(theta_mean)), PromptBootstrap(300, 200)
+    )
     for name, truth in (("same", 1.0), ("sixty", 0.5)):
         low, high = found[name]["ci95"]
         assert low < truth < high and high - low < 0.15 and found[name]["cosine"] == pytest.approx(truth, abs=0.05)
@@ -581,13 +566,13 @@ def test_cosines_of_prompt_averages_are_those_of_the_true_means_not_of_single_pr
 def test_the_sketch_error_cancels_where_two_estimators_agree():
     gradients = np.random.default_rng(0).normal(size=(40, 144)) * 0.1 + 1.0
     sketches, layout = sketch(gradients, 8, seed=0)
-    found = prompt_averaged_cosines(sketches[:, None], sketches, ["grpo"], layout, n_bootstrap=200)["grpo"]
+    found = prompt_averaged_cosines(sketches[:, None], ["grpo"], Sketches(sketches, layout), PromptBootstrap(40, 200))["grpo"]
     assert found["cosine"] == pytest.approx(1.0) and found["ci95"] == pytest.approx([1.0, 1.0], abs=1e-6)
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_cosines_of_few_prompts_are_null_with_the_reason(n):
-    found = prompt_averaged_cosines(np.ones((n, 1, 4)), np.ones((n, 4)), ["a"], n_bootstrap=20)["a"]
+    found = prompt_averaged_cosines(np.ones((n, 1, 4)), ["a"], Sketches(np.ones((n, 4))), PromptBootstrap(n, 20))["a"]
     assert found["cosine"] is None and found["reason"]
 
 
@@ -595,9 +580,9 @@ def test_cosines_of_few_prompts_are_null_with_the_reason(n):
 @pytest.mark.filterwarnings("error")
 def test_the_unit_of_the_rewards_changes_no_answer(unit):
     theta_sq, zeta1, zeta2, gradients, outcomes = plain_case(n=12, c1=0.3, spread=1.0)
-    plain = group_size_law(theta_sq, zeta1, zeta2, gradients, outcomes, n_bootstrap=50)
+    plain = group_size_law_of((theta_sq, zeta1, zeta2, gradients, outcomes))
     square = unit**2
-    law = group_size_law(theta_sq * square, zeta1 * square, zeta2 * square, gradients * unit, outcomes, n_bootstrap=50)
+    law = group_size_law_of((theta_sq * square, zeta1 * square, zeta2 * square, gradients * unit, outcomes))
     assert plain["more_prompts"] is not None and law["more_prompts"] == plain["more_prompts"]
     assert law["relative_mse"]["value"] == pytest.approx(plain["relative_mse"]["value"], rel=1e-9)
     assert law["c1"] == pytest.approx(plain["c1"] * square, rel=1e-9)

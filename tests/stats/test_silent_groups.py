@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from abstract_policy import random_policy, sample_block
+from abstract_policy import random_policy, sample_block, summary_of
 
 from Gradient_evaluation.stats.estimators import moments_of
 from Gradient_evaluation.stats.silent_groups import RewardCounts, reward_counts, subset_share
-from Gradient_evaluation.stats.summary import reduce_prompts, summarise
+from Gradient_evaluation.stats.summary import reduce_prompts
 
 EXACT = dict(rel=1e-10, abs=1e-12)
 
@@ -58,7 +58,7 @@ def test_a_group_larger_than_the_sample_has_no_share():
 def test_a_group_size_above_the_continuations_has_no_p_keep_and_the_reason():
     policy, generator = random_policy(1), np.random.default_rng(0)
     records = [SimpleNamespace(oracle_value=0.5, blocks=[sample_block(policy, 8, generator)]) for _ in range(6)]
-    results = summarise(records, [4, 100], 20, names=["dynamic_sampling", "dapo"])
+    results = summary_of(records, [4, 100], 20, names=["dynamic_sampling", "dapo"])
     for name in ("dynamic_sampling", "dapo"):
         found = results["estimators"][name]
         assert found["trace_cov"][0] is not None and found["trace_cov"][1] is None
@@ -74,7 +74,7 @@ def test_p_keep_comes_from_all_continuations_of_a_prompt_and_not_from_groups_ins
         blocks = [sample_block(policy, 8, generator) for _ in range(2)]
         equal = [(gram, np.full(8, float(at)), lengths) for at, (gram, _, lengths) in enumerate(blocks)]
         records.append(SimpleNamespace(oracle_value=0.5, blocks=equal))
-    found = summarise(records, [2], 20, names=["dynamic_sampling"])["estimators"]["dynamic_sampling"]
+    found = summary_of(records, [2], 20, names=["dynamic_sampling"])["estimators"]["dynamic_sampling"]
     assert found["continuations_per_group"][0] == pytest.approx(2 / (8 * 8 / comb(16, 2)))
 
 

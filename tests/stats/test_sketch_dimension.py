@@ -13,7 +13,7 @@ from Gradient_evaluation.gram.sketch import GradientSketch
 from Gradient_evaluation.models import load_model, load_tokenizer
 from Gradient_evaluation.sampling.generate import SamplingLaw, log_probs, sample_continuations, uniforms
 from Gradient_evaluation.stats.blocks import pair_moments
-from Gradient_evaluation.stats.sketch_weights import sketch_weights
+from Gradient_evaluation.stats.estimators import sketch_weights
 from Gradient_evaluation.utils import format_prompt, integer_reward
 
 DEFAULT_DIM = 16

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from abstract_policy import group_size_law_of
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.stats.group_size import group_size_law
 from Policy_Optimization.overrides import training_law
 from Policy_Optimization.sweep_manifest import (
     admissible_sizes,
@@ -168,7 +168,7 @@ def test_no_group_size_is_refused_with_its_reason(reason):
 
 
 def test_rewards_that_never_differ_are_refused():
-    law = group_size_law(np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4)), n_bootstrap=50)
+    law = group_size_law_of((np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4))))
     with pytest.raises(UserError, match="no reward ever differed"):
         recommended_sizes({"group_size_law": law}, "r.json", SIZES)
 

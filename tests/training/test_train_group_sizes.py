@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from abstract_policy import group_size_law_of
 from test_group_size_law import plain_case
 from test_plot_tracecov import results
 from tiny_models import float_means_double, tiny_model, tiny_tokenizer
@@ -18,7 +19,6 @@ from Gradient_evaluation.sampling.generate import (
     sample_groups,
     uniforms,
 )
-from Gradient_evaluation.stats.group_size import group_size_law
 from Policy_Optimization.policy_gradient import weighted_log_probs
 from Policy_Optimization.train_group_sizes import main, summarise
 
@@ -164,7 +164,7 @@ def test_enough_steps_raise_the_reward_of_the_training_problems(folder, tmp_path
 
 
 def test_the_table_stands_beside_the_predicted_curve(folder, tmp_path, capsys):
-    path, law = tmp_path / "tracecov.json", group_size_law(*plain_case(), n_bootstrap=50)
+    path, law = tmp_path / "tracecov.json", group_size_law_of(plain_case())
     path.write_text(json.dumps(results(group_size_law=law, law={"top_p": 0.5, "temperature": 1.0})))
     main(flags(folder, tmp_path / "out.json", "--results", str(path), "--seeds", "1"))
     captured = capsys.readouterr()
