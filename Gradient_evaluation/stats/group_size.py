@@ -1,7 +1,7 @@
 """Which group size should I train with? The minibatch MSE of the GRPO gradient at a fixed number of continuations.
 
     law = group_size_law(theta_sq, zeta1, zeta2, sketches, oracle_values)   # JSON-ready
-    print(group_size_report.report(law, budget=1024))
+    print(group_size_report(law, budget=1024))
 
 B prompts with groups of G, N = B G continuations. For the leave-one-out estimator averaged over the B groups, the
 law of total variance and Hoeffding's variance of a U-statistic give, exactly for every G >= 2 (the paper's Theorem
@@ -334,7 +334,7 @@ def _noise_scale(law, averages, group_size, bootstrap, reasons) -> dict:
     interval = law["mean_theta_norm_sq_ci95"]
     if size is None or interval is None:
         return _without(result, reasons, reasons["mean_theta_norm_sq_ci95" if interval is None else "best_integer"])
-    why = not_above_zero(interval, "||mean theta||^2")
+    why = not_above_zero(interval, "squared norm of the gradient's mean over prompts, ||mean theta||^2,")
     if why:
         return _without(result, reasons, why)
     (value,), draws = averages.linear_ratio(law_rows(np.array([size])) / size, COLUMNS["mean_theta_norm_sq"])
