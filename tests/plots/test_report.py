@@ -14,7 +14,7 @@ from test_plot_layers import deep
 from test_plot_tracecov import results as made_up
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.report import value_text
+from Gradient_evaluation.runs.report import WIDTH, group_size_report, report, value_text, wrapped
 from Gradient_evaluation.runs.results import in_one_line
 from plots.make_report import main
 from plots.notebook import group_size_in_words, headline, mse_by_estimator, mse_table, picture, setting, settings
@@ -215,6 +215,23 @@ def test_table_prints_what_the_run_prints():
         }
         assert value_text(value, interval) == text
         assert value is None or f"<td>{text.replace(' [', '<br>[')}</td>" in mse_table(made)
+
+
+def test_lines_on_the_terminal_are_broken_tables_are_not(small_run):
+    results = json.loads((small_run / "tracecov_tiny_model.json").read_text())
+    text = report(results) + "\n" + group_size_report(results["group_size_law"], 64)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "12 prompts, 384 continuations" in " ".join(text.split())
+    assert wrapped("  a: " + "word " * 40).split("\n")[1].startswith("    word")
+    assert wrapped("  best  G") == "  best  G"  # columns keep their spaces
+
+
+def test_a_curve_below_the_floor_is_explained(small_run):
+    results = json.loads((small_run / "tracecov_tiny_model.json").read_text())
+    for floor, said in ((1e9, True), (-1e9, False)):
+        results["estimators"]["best_baseline"]["mse"] = [floor] * 3
+        assert ("errs upward" in report(results)) == said
+    assert "1 prompt," in report({**results, "n_prompts": 1})
 
 
 @pytest.mark.parametrize(
