@@ -373,14 +373,15 @@ def test_the_scripts_run_from_any_folder_and_end_errors_without_a_traceback(tmp_
         "Gradient_evaluation/run_tracecov.py",
         "data/prepare_parquet.py",
         "Policy_Optimization/train_group_sizes.py",
-        "plots/plot_tracecov.py",
-        "plots/plot_group_size.py",
+        "plots/plot_tracecov.py a.json --out a.pdf",
+        "plots/plot_group_size.py a.json --out a.pdf",
         "plots/plot_training.py",
-        "plots/make_report.py",
+        "plots/make_report.py a.json",
     ],
 )
 def test_a_python_without_the_packages_is_one_line(script):
-    bare = subprocess.run([sys.executable, "-S", ROOT / script], capture_output=True, text=True)  # no site-packages
+    command = [sys.executable, "-S", *script.split()]  # no site-packages
+    bare = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert bare.returncode == 2 and bare.stdout == ""
     assert re.fullmatch(r"error: \S+ has no package \w+; activate the environment .*\n", bare.stderr), bare.stderr
 
