@@ -147,8 +147,8 @@ def main() -> None:
     settings = parse_args()
     with importing():
         from Gradient_evaluation.runs import tracecov
-        from plots.plot_tracecov import plot_tracecov
         from plots.style import save_figure
+        from plots.tracecov import plot_tracecov
 
     def draw(results: dict, label: str) -> Path:
         figure, _ = plot_tracecov(results, label=label)

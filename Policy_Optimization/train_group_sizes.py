@@ -96,7 +96,7 @@ def summarise(runs: dict, sizes: Sequence[int], budget: int, group_size_law: dic
     """Rows {G, B, seeds, held_out_reward, standard_error, train_reward, silent_share, predicted_mse}, one per G."""
     import numpy as np
 
-    from Gradient_evaluation.runs.group_size_report import budget_table
+    from Gradient_evaluation.runs.report import budget_table
 
     predicted = {row["G"]: row["mse"] for row in budget_table(group_size_law, budget)} if group_size_law else {}
     rows = []
@@ -135,11 +135,10 @@ def table(rows: list[dict], start: float) -> str:
 
 def load_group_size_law(path: str, settings: dict) -> dict:
     """The group_size_law of a results JSON; a note on stderr where its sampling law or its model is another one."""
-    from plots.plot_group_size import check_law
-    from plots.plot_tracecov import load_results
+    from Gradient_evaluation.runs.results import check_group_size_law, load_results
 
     results = load_results(path)
-    check_law(results.get("group_size_law"), path)
+    check_group_size_law(results.get("group_size_law"), path)
     measured = results.get("law") or {}
     other = [
         name

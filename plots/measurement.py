@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs import gram_store
+from Gradient_evaluation.runs.results import counted, load_results
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.estimators import ESTIMATORS, Moments, moments_of
 from Gradient_evaluation.stats.missing import Missing
 from Gradient_evaluation.stats.prompts import PromptMoments
-from plots.plot_tracecov import load_results
 
 
 class Scores(NamedTuple):
@@ -38,8 +38,8 @@ class Scores(NamedTuple):
 class Measurement:
     """Results, and from the Grams the moments and scores of every prompt, or a text that says why there are none.
 
-    compared, reasons: as ``estimators`` and ``reasons`` of ``estimators.summarise``, with one place in each list for
-    each of ``compared_sizes``: every estimator that the Grams allow, or without Grams those of the results.
+    compared, reasons: as ``estimators`` and ``reasons`` of ``estimators.summarise``, of every estimator that the Grams
+    allow, or without Grams of those in the results. Their lists are aligned with ``compared_sizes``.
     """
 
     label: str
@@ -71,6 +71,11 @@ class Measurement:
         return self.moments.oracle_value
 
     @property
+    def n(self) -> str:
+        """How many prompts the pictures are of: ``"n = 40 prompts"``."""
+        return f"n = {counted(len(self.moments), 'prompt')}"
+
+    @property
     def value_label(self) -> str:
         """What V(x) is, for the label of its axis."""
         return f"V(x): {'probability of a right answer' if self.moments.zero_one else 'expected reward'}"
@@ -87,8 +92,8 @@ def load_measurement(path: str | Path, grams: str | Path | None = None, compare_
     """Read a results JSON and its Grams, one prompt at a time.
 
     grams: their folder, if it is neither beside the results nor where the results say. compare_at: the K at which
-    estimators are compared (default: the least of K_list); about 5 ms for each block of 64. Raises UserError where
-    the results cannot be read, or the folder given as ``grams``, or a file in it.
+    estimators are compared (default: the least of K_list); this takes about 5 ms for each block of 64. UserError where
+    the results, the folder ``grams`` or a file in it cannot be read.
     """
     path = Path(path)
     results = load_results(path)
@@ -114,12 +119,12 @@ def _grams_folder(path: Path, results: dict, given: str | Path | None) -> Path |
     if given is not None:
         return Path(given)
     named = (results.get("config") or {}).get("from_grams")
-    places = [path.parent / "grams", *([Path(named)] if named else [])]
-    return next((place for place in (reversed(places)) if any(place.glob("*.npz"))), None)
+    folders = [Path(named)] if named else []
+    return next((folder for folder in (*folders, path.parent / "grams") if any(folder.glob("*.npz"))), None)
 
 
 def _passing(folder: Path, scores: list[Scores]) -> Iterator:
-    """The records of a folder, each noted in ``scores`` as it passes."""
+    """The Gram records of a folder; the scores of each are appended to ``scores`` before it is yielded."""
     total = len(list(folder.glob("*.npz")))
     records: Iterable = gram_store.load_all(folder)
     for record in tqdm(records, "reading Grams", total, unit="prompt", disable=not sys.stderr.isatty()):

@@ -1,7 +1,9 @@
-"""What the cells of plots/results.ipynb call: where things are, what is missing, and a figure as an image.
+"""What the cells of plots/results.ipynb call: where things are, the numbers in words and a table, a figure as an image.
 
     RESULTS = setting("RESULTS", "outputs/demo/tracecov_tiny_model.json")      # a path, or several with settings()
+    summary(measured)                                                          # the best group size, in large letters
     picture(plot_ratio, measured)                                              # an image, or one line that says why not
+    mse_table(measured.results)                                                # HTML
 
 Needs IPython, which every notebook has. Nothing is looked for outside this machine.
 """
@@ -12,16 +14,18 @@ import io
 import json
 import os
 from collections.abc import Callable, Sequence
+from html import escape
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from Gradient_evaluation.errors import UserError
-from plots.describe import in_one_line
+from Gradient_evaluation.runs.report import at_least, value_text
+from Gradient_evaluation.runs.results import DRAWN, counted, curve_of, in_one_line
+from Gradient_evaluation.stats.estimators import label_of
 from plots.measurement import Measurement
 from plots.plot_training import plot_training
-from plots.style import new_figure
-from plots.summary import headline
+from plots.style import CURVES, new_figure
 from plots.training_logs import load_runs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -62,12 +66,12 @@ def plot_training_beside(results: Path):
 
 
 def picture(draws: Callable | Sequence[Callable], *arguments, **keywords):
-    """Call one plot function, or several on panels of one figure, with the same arguments → an IPython image.
+    """Call one plot function, or several on panels of one figure, with the same arguments; returns an IPython image.
 
-    A panel that cannot be drawn (a UserError) is left out, and its reason is printed, once; None where none is left.
+    A panel that cannot be drawn (a UserError) is left out and its reason printed, each reason once. None if no panel is left.
     """
-    draws, usable, figure, heights, reasons = [draws] if callable(draws) else draws, [], None, [], {}
-    for draw in draws:
+    usable, figure, heights, reasons = [], None, [], {}
+    for draw in [draws] if callable(draws) else draws:
         try:
             figure = draw(*arguments, **keywords)[0]
             usable.append(draw)
@@ -99,12 +103,89 @@ def _about(draw: Callable) -> str:
 
 
 def summary(measured: Measurement):
-    """Model, law, sizes and, in large letters, the best group size, as IPython HTML; what is missing is printed."""
+    """The best group size in large letters, model, sampling law and sizes, as IPython HTML; prints what is missing."""
     from IPython.display import HTML
 
     results = measured.results
     if isinstance(measured.grams, str):
         print(f"note: {measured.grams}")
     elif results.get("n_prompts") not in (None, len(measured.grams)):
-        print(f"note: the Grams are of {len(measured.grams)} prompts, the results of {results['n_prompts']}")
+        print(f"note: the Grams are of {counted(len(measured.grams), 'prompt')}, the results of {results['n_prompts']}")
     return HTML(headline(results, in_one_line(results, measured.label)))
+
+
+def headline(results: dict, title: str) -> str:
+    """What a reader wants to know first, as HTML: the best group size, then what it is of."""
+    best, _, more = group_size_in_words(results.get("group_size_law")).partition("; ")
+    nouns = [noun for noun in ("prompt", "continuation") if results.get(f"n_{noun}s")]
+    counts = ", ".join(counted(results[f"n_{noun}s"], noun) for noun in nouns)
+    lines = [more, f"measured on {title}: {counts or 'the number of prompts is not in the results'}"]
+    return f'<p style="font-size: 1.4em; margin: 0.8em 0 0.3em">{_sentence(best)}</p>\n' + "\n".join(
+        f"<p>{_sentence(line)}</p>" for line in lines if line
+    )
+
+
+def _sentence(text: str) -> str:
+    return f"{escape(text[:1].upper() + text[1:])}."
+
+
+def group_size_in_words(law: dict | None) -> str:
+    """``"best group size to train with: G* = 5.84 [4.84, 7]; G = 4 to 10 are within 10% of ..."``, or why there is none.
+
+    law: the group-size law of the results.
+    """
+    law = law or {}
+    if law.get("G_star") is None:
+        reason = (law.get("reasons") or {}).get("G_star", "the results hold no group-size law")
+        words = f"best group size to train with: not computed ({reason})"
+        if law.get("G_star_at_least"):
+            words += f"; {at_least(law)}"
+        return words + _almost_best(law)
+    ends = law.get("G_star_ci95")
+    interval = "" if not ends else " [{}, {}]".format(*("unbounded" if end is None else f"{end:.3g}" for end in ends))
+    words = f"best group size to train with: G* = {law['G_star']:.3g}{interval}"
+    if law.get("within_10_percent"):
+        low, high = law["within_10_percent"]
+        powers = ", ".join(map(str, law.get("powers_of_two") or [])) or "none"
+        words += f"; G = {low} to {high} are within 10% of the least MSE (powers of two among them: {powers})"
+    if law.get("G_star_may_be_larger"):
+        words += f"; G* may well be larger, c1 is less than 3 standard errors above 0: {at_least(law)}"
+    return words
+
+
+def _almost_best(law: dict) -> str:
+    if not law.get("almost_best"):
+        return ""
+    low, high = law["almost_best"]
+    sizes = f"G = {low} is" if low == high else f"G = {low} to {high} are"
+    return f"; as measured, {sizes} within 10% of the least MSE among powers of two"
+
+
+def mse_table(results: dict) -> str:
+    """The MSE of each estimator that has one, by K, with 95% intervals, as an HTML table.
+
+    The digits are those of the table that run_tracecov.py prints.
+    """
+    rows = []
+    for name, values, intervals in mse_by_estimator(results):
+        title = "" if name in CURVES else (results["estimators"][name].get("title") or "")
+        head = escape(label_of(name)) + (f"<br><small>{escape(title)}</small>" if title else "")
+        rows.append(f"<tr><th>{head}</th>{''.join(map(_cell, values, intervals))}</tr>")
+    sizes = "".join(f"<th>K = {size}</th>" for size in results["K_list"])
+    warning = (results.get("on_policy_check") or {}).get("warning")
+    return (f"<p>warning: {escape(warning)}</p>\n" if warning else "") + (
+        "<table><caption>MSE of the gradient estimate, in squared gradient units, and its 95% interval over prompts"
+        f"</caption>\n<tr><th>estimator</th>{sizes}</tr>\n" + "\n".join(rows) + "\n</table>"
+    )
+
+
+def mse_by_estimator(results: dict) -> list[tuple[str, Sequence, Sequence]]:
+    """(name, values, intervals) of every estimator that has a value; the lists are aligned with K_list."""
+    found = results.get("estimators") or {}
+    curves = [(name, each["mse"], each.get("mse_ci95") or [None] * len(each["mse"])) for name, each in found.items()]
+    curves = curves or [(name, *curve_of(results, name)) for name in DRAWN]
+    return [(name, values, intervals) for name, values, intervals in curves if any(v is not None for v in values)]
+
+
+def _cell(value: float | None, interval: Sequence | None) -> str:
+    return f"<td>{value_text(value, interval).replace(' [', '<br>[')}</td>"

@@ -6,17 +6,21 @@ the Grams that are needed are missing. MSE in squared gradient units; bars and b
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, NullLocator
 
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.results import DRAWN, counted, curve_of
 from Gradient_evaluation.stats.estimators import label_of
 from plots.measurement import Measurement
-from plots.plot_tracecov import FLOOR, PUBLISHED, curve_of, sample_sizes, why_missing
-from plots.style import COLOURS, CURVES, finish, group_size_axis, new_ax, note
+from plots.style import COLOURS, CURVES, bars_of, finish, group_size_axis, new_ax, note
+from plots.tracecov import sample_sizes, why_missing
 
+TICK_LETTERS = 24  # on the x axis of plot_estimators, beside the long names of the estimators
 FAIR = "signal_to_noise_per_continuation"  # groups that an estimator throws away are paid for
 QUANTITIES = {
     FAIR: "signal-to-noise ratio per continuation sampled",
@@ -43,10 +47,10 @@ def ratios_by_size(measured: Measurement) -> tuple[list[int], list[float], list]
     """K, mean GRPO trace over mean oracle trace, and its interval (None without Grams), where there is a ratio."""
     sizes, results = measured.results["K_list"], measured.results
     found = []
-    for place, size in enumerate(sizes):
+    for i, size in enumerate(sizes):
         if isinstance(measured.grams, str):
-            grpo, oracle = (results["conditional_on_x"][name][place] for name in ("grpo", "oracleV"))
-            ends = ((results.get("conditional_on_x_ci95") or {}).get("oracleV") or [None] * len(sizes))[place]
+            grpo, oracle = (results["conditional_on_x"][name][i] for name in ("grpo", "oracleV"))
+            ends = curve_of(results, "oracleV")[1][i]
             if grpo is not None and oracle is not None and (oracle if ends is None else ends[0]) > 0:
                 found.append((size, grpo / oracle, None))
             continue
@@ -63,10 +67,7 @@ def plot_ratio(measured: Measurement, ax=None):
     """MSE of GRPO over that of the oracle against K, measured, and 1 + c/(K-1) fitted to it."""
     ax = new_ax(ax)
     sizes, ratios, intervals = ratios_by_size(measured)
-    bars = [
-        [0.0 if i is None else max(0.0, sign * (i[end] - r)) for r, i in zip(ratios, intervals)]
-        for end, sign in ((0, -1), (1, 1))
-    ]
+    bars = bars_of(ratios, intervals)
     ax.errorbar(sizes, ratios, yerr=bars, capsize=3, linestyle="", marker="o", color=COLOURS[0], label="measured")
     c, smooth = fit_ratio_law(sizes, ratios), np.geomspace(min(sizes), max(sizes), 200)
     ax.plot(smooth, 1 + c / (smooth - 1), color=COLOURS[1], linestyle="--", label=f"fitted: 1 + {c:.3g}/(K-1)")
@@ -74,7 +75,7 @@ def plot_ratio(measured: Measurement, ax=None):
     group_size_axis(ax, measured.results["K_list"])
     ax.set_xlabel("group size K" + sample_sizes(measured.results))
     ax.set_ylabel(f"MSE of {label_of('grpo')} / MSE of {label_of('oracleV')}")
-    finish(ax)
+    finish(ax, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     return ax.get_figure(), ax
 
 
@@ -88,7 +89,7 @@ def plot_any_group_size(measured: Measurement, ax=None, sizes: Sequence[int] | N
     if sizes is None:
         sizes = np.unique(np.geomspace(2, 4 * max(measured_at), 60).round().astype(int)).tolist()
     bootstrap, reasons = measured.bootstrap, []
-    for name in (*PUBLISHED, FLOOR):
+    for name in DRAWN:
         look = CURVES[name]
         try:
             estimates = [bootstrap.mean(measured.at(name, size).trace) for size in sizes]
@@ -102,11 +103,11 @@ def plot_any_group_size(measured: Measurement, ax=None, sizes: Sequence[int] | N
             ax.fill_between(sizes, low, high, color=look.colour, alpha=0.12, linewidth=0)
         points = [np.nan if value is None or value <= 0 else value for value in curve_of(measured.results, name)[0]]
         ax.plot(measured_at, points, color=look.colour, linestyle="", marker=look.marker, markersize=5)
-    if len(reasons) == 4:
+    if len(reasons) == len(DRAWN):
         raise UserError(reasons[0])
     ax.set_yscale("log")
     group_size_axis(ax, [2**power for power in range(1, 31) if min(sizes) <= 2**power <= max(sizes)])
-    ax.set_xlabel(f"group size K\n(n = {len(measured.moments):,} prompts)")
+    ax.set_xlabel(f"group size K\n({measured.n})")
     ax.set_ylabel("MSE (squared gradient units)")
     note(ax, "\n".join(reasons))
     finish(ax, loc="lower left")
@@ -127,48 +128,72 @@ def plot_estimators(measured: Measurement, ax=None, quantity: str = FAIR):
     """Every estimator at one K, best first; a line at plain GRPO; those that could not be computed are left out.
 
     quantity: a key of QUANTITIES. Filled: the estimator's target is the true gradient; open: another one, a rescaled
-    gradient say. UserError where no estimator has the quantity, or it is relative to GRPO's and GRPO has none.
+    gradient say. An arrow at the left edge: the interval reaches 0 or below, where a logarithmic axis ends. UserError where
+    no estimator has the quantity, or it is relative to GRPO's and GRPO has none.
     """
     known = {name: found for name, found in measured.compared.items() if found[quantity][0] is not None}
-    if not known:
-        raise UserError(f"no estimator has this quantity ({quantity}); see the reasons in the results file")
-    if quantity == FAIR and "grpo" not in known:
-        raise UserError("GRPO itself has no signal-to-noise ratio to compare with; see the reasons in the results file")
-    # nothing is divided by a ratio that may be 0: the values themselves are drawn then
-    own = known["grpo"] if quantity == FAIR else None
-    relative = own is not None and ((own[f"{quantity}_ci95"][0] or own[quantity])[0] > 0)
-    unit = own[quantity][0] if relative else 1.0
+    unit, relative = _unit(measured, known, quantity)
     names = sorted(known, key=lambda name: known[name][quantity][0], reverse=quantity == "mse")  # the best on top
     ax = new_ax(ax, height=1.2 + 0.2 * len(names))
-    for place, name in enumerate(names):
-        value, interval = known[name][quantity][0] / unit, np.array(known[name][f"{quantity}_ci95"][0] or [np.nan] * 2) / unit
+    values = [known[name][quantity][0] / unit for name in names]
+    intervals = [_scaled(known[name][f"{quantity}_ci95"][0], unit) for name in names]
+    ax.set_xscale("log")
+    for row, (name, value, interval) in enumerate(zip(names, values, intervals)):
         colour = CURVES[name].colour if name in CURVES else "black"
-        bars = np.maximum(0.0, np.array([[value - interval[0]], [interval[1] - value]]))
-        ax.errorbar(
-            [value],
-            [place],
-            xerr=np.nan_to_num(bars),
-            capsize=2,
-            elinewidth=1,
-            color=colour,
-            marker="o",
-            markersize=5,
-            markerfacecolor=colour if known[name]["target"] == "theta" else "white",
-        )
+        filling = colour if known[name]["target"] == "theta" else "white"
+        bars = bars_of([value], [interval])
+        look = {"color": colour, "marker": "o", "markersize": 5, "markerfacecolor": filling}
+        ax.errorbar([value], [row], xerr=bars, capsize=2, elinewidth=1, **look)
     if "grpo" in known:
         ax.axvline(known["grpo"][quantity][0] / unit, color=CURVES["grpo"].colour, linestyle="--", linewidth=1)
     for text, filling in (("estimates the gradient", "black"), ("a rescaled gradient", "white")):
         ax.plot([], [], linestyle="", marker="o", color="black", markerfacecolor=filling, label=text)
+    _positive_axis(ax, values, intervals)
     ax.set_yticks(range(len(names)), map(label_of, names))
-    ax.set_xscale("log")
-    ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-    ax.xaxis.set_minor_locator(NullLocator())
-    ax.xaxis.set_major_formatter("{x:g}")
     over = ",\nover that of plain GRPO" if relative else ""
-    ax.set_xlabel(f"{QUANTITIES[quantity]}{over}\n(at K = {measured.compared_sizes[0]}{_prompts(measured)})")
+    prompts = f", n = {counted(measured.results['n_prompts'], 'prompt')}" if measured.results.get("n_prompts") else ""
+    ax.set_xlabel(f"{QUANTITIES[quantity]}{over}\n(at K = {measured.compared_sizes[0]}{prompts})")
     finish(ax, loc="lower center", bbox_to_anchor=(0.3, 1.0), ncols=2)
     return ax.get_figure(), ax
 
 
-def _prompts(measured: Measurement) -> str:
-    return f", n = {measured.results['n_prompts']:,} prompts" if measured.results.get("n_prompts") else ""
+def _unit(measured: Measurement, known: dict, quantity: str) -> tuple[float, bool]:
+    """(what the values are divided by, whether that is plain GRPO's); 1 where GRPO's may be 0: the values themselves then.
+
+    Raises UserError where there is nothing to draw.
+    """
+    what = QUANTITIES[quantity].partition(":")[0]
+    reasons = {name: measured.reasons.get(f"estimators.{name}.{quantity}", "no reason is given") for name in measured.compared}
+    if not known:
+        most = Counter(reasons.values()).most_common(1)
+        raise UserError(f"no estimator has a value of this ({what}): {most[0][0] if most else 'there are no estimators'}")
+    if quantity != FAIR:
+        return 1.0, False
+    if "grpo" not in known:
+        raise UserError(f"plain GRPO, to compare with, has no {what}: {reasons.get('grpo', 'it is not in the results')}")
+    own = known["grpo"]
+    relative = (own[f"{quantity}_ci95"][0] or own[quantity])[0] > 0
+    return (own[quantity][0] if relative else 1.0), relative
+
+
+def _scaled(interval: Sequence[float] | None, unit: float) -> list[float] | None:
+    return None if interval is None else [end / unit for end in interval]
+
+
+def _positive_axis(ax, values: Sequence[float], intervals: Sequence[Sequence[float] | None]) -> None:
+    """Limits of the logarithmic x axis, as many ticks as can be read, an arrow in each row that reaches 0 or below."""
+    ends = [end for value, interval in zip(values, intervals) for end in (value, *(interval or ())) if end > 0]
+    low, high = (min(ends) / 1.15, max(ends) * 1.15) if ends else (0.1, 1.0)
+    ax.set_xlim(low, high)
+    cut = [row for row, (value, interval) in enumerate(zip(values, intervals)) if min([value, *(interval or [])]) <= 0]
+    look = {"linestyle": "", "marker": "<", "color": "black", "markersize": 5, "clip_on": False}
+    if cut:
+        ax.plot([low] * len(cut), cut, label="the interval reaches 0 or below", **look)
+    powers = [10.0**power for power in range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)]
+    candidates = [[step * power for power in powers for step in steps] for steps in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3))]
+    candidates += [powers[::stride] for stride in range(1, len(powers) + 1)]
+    fitting = [[tick for tick in ticks if low <= tick <= high] for ticks in candidates]
+    ticks = next((ticks for ticks in fitting if sum(len(f"{tick:g}") + 2 for tick in ticks) <= TICK_LETTERS), fitting[-1])
+    ax.xaxis.set_major_locator(FixedLocator(ticks))
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.xaxis.set_major_formatter("{x:g}")

@@ -4,7 +4,7 @@ Functions for plots/results.ipynb; each takes a results dictionary, a K and an `
 UserError where the results hold no traces by module, or none at this K. MSE in squared gradient units; a trace is a
 sum over parameters, so the points of one estimator add up to its MSE, those of parts not above 0 (not drawn) included.
 
-Any number of layers and kinds of module stays legible: a layer is one place on x, and a kind of module one curve.
+Any number of layers and kinds of module stays legible: a layer is one position on x, and a kind of module one curve.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.results import PUBLISHED, counted
 from Gradient_evaluation.stats.estimators import label_of
-from plots.plot_tracecov import PUBLISHED
 from plots.style import CURVES, Curve, finish, new_ax, numbered
 
 MAX_KINDS = 7  # curves, as many as there are colours; the kinds with the least MSE are one curve together
@@ -26,28 +26,28 @@ BEFORE = re.compile(r"embed|\bwte\b|\bwpe\b", re.IGNORECASE)  # outside the laye
 HEIGHT = 4.6  # inches: the legend stands above the curves
 
 
-class Place(NamedTuple):
-    """Where a module is drawn: layer and kind in the repeated layers, else layer None and its own name as kind."""
+class Position(NamedTuple):
+    """Where a module is in the network: its layer and kind; outside the repeated layers None and its own name."""
 
     layer: int | None
     kind: str
 
 
-def places_of(modules: Sequence[str]) -> list[Place]:
+def positions_of(modules: Sequence[str]) -> list[Position]:
     """Layer and kind of each module, from its name: the first number in the names of the largest stack is the layer.
 
     Other numbers (experts, a vision tower's layers) are left out, so that such modules count together.
 
-    >>> places_of(["model.layers.3.mlp.up_proj", "model.layers.3.mlp.experts.7.w1", "model.norm"])
-    [Place(layer=3, kind='mlp.up_proj'), Place(layer=3, kind='mlp.experts.w1'), Place(layer=None, kind='model.norm')]
+    >>> positions_of(["model.layers.3.mlp.up_proj", "model.layers.3.mlp.experts.7.w1", "model.norm"])
+    [Position(layer=3, kind='mlp.up_proj'), Position(layer=3, kind='mlp.experts.w1'), Position(layer=None, kind='model.norm')]
     """
     parts = [re.fullmatch(r"(.*?)\.(\d+)(?:\.(.*))?", name) for name in modules]
     stacks = Counter(part[1] for part in parts if part)
     stack = stacks.most_common(1)[0][0] if stacks else None
     return [
-        Place(int(part[2]), re.sub(r"\.\d+(?=\.|$)", "", part[3] or "layer"))
+        Position(int(part[2]), re.sub(r"\.\d+(?=\.|$)", "", part[3] or "layer"))
         if part and part[1] == stack
-        else Place(None, part[1] if part else name)
+        else Position(None, part[1] if part else name)
         for name, part in zip(modules, parts)
     ]
 
@@ -67,8 +67,8 @@ def shortest_names(names: Sequence[str]) -> dict[str, str]:
     return {name: next((end for end in ends(name) if count[end] == 1), name) for name in names}
 
 
-def traces_by_place(results: dict, group_size: int) -> tuple[list[Place], dict[str, np.ndarray]]:
-    """Every module's place, and {naive, grpo, oracleV: (modules,) MSE} at K = ``group_size``."""
+def traces_by_position(results: dict, group_size: int) -> tuple[list[Position], dict[str, np.ndarray]]:
+    """Every module's position, and {naive, grpo, oracleV: (modules,) MSE} at K = ``group_size``."""
     found, sizes = results.get("by_layer"), results["K_list"]
     if not isinstance(found, dict):
         raise UserError("the results hold no traces by module; measure again with --by_layer, into another --save_json folder")
@@ -76,16 +76,8 @@ def traces_by_place(results: dict, group_size: int) -> tuple[list[Place], dict[s
         raise UserError(
             f"the traces by module are of K = {', '.join(map(str, sizes))}, not of {group_size}; choose one of these"
         )
-    try:
-        values = {name: np.array(found["trace_cov"][name][sizes.index(group_size)], float) for name in PUBLISHED}
-        if any(each.shape != (len(found["modules"]),) for each in values.values()):
-            raise ValueError
-        return places_of(found["modules"]), values
-    except (KeyError, IndexError, TypeError, ValueError):
-        raise UserError(
-            "by_layer of the results does not hold a number for each module, estimator and K; write them "
-            "again with run_tracecov.py"
-        ) from None
+    values = {name: np.array(found["trace_cov"][name][sizes.index(group_size)]) for name in PUBLISHED}
+    return positions_of(found["modules"]), values
 
 
 def plot_layers(results: dict, group_size: int, ax=None):
@@ -93,9 +85,9 @@ def plot_layers(results: dict, group_size: int, ax=None):
 
     The points of a curve add up to the estimator's MSE at K = ``group_size``; logarithmic, parts not above 0 left out.
     """
-    places, values = traces_by_place(results, group_size)
+    positions, values = traces_by_position(results, group_size)
     ax = new_ax(ax, height=HEIGHT)
-    x, inside = _depth_axis(ax, places), np.array([place.layer is not None for place in places])
+    x, inside = _depth_axis(ax, positions), np.array([each.layer is not None for each in positions])
     for name in PUBLISHED:
         _draw(ax, x[inside], values[name][inside], CURVES[name])
         outside = CURVES[name]._replace(label=None if inside.any() else label_of(name), line="")
@@ -107,33 +99,33 @@ def plot_layers(results: dict, group_size: int, ax=None):
 def plot_module_kinds(results: dict, group_size: int, ax=None, estimator: str = "grpo"):
     """MSE of each kind of module over the layers, for one published estimator; the largest kinds first.
 
-    Beyond seven kinds the smallest are one curve. The points, with the modules outside the layers, add up to the MSE.
+    Of more than seven kinds the smallest are one curve. All points, those outside the layers too, add up to the MSE.
     """
-    places, values = traces_by_place(results, group_size)
+    positions, values = traces_by_position(results, group_size)
     ax = new_ax(ax, height=HEIGHT)
-    x, trace = _depth_axis(ax, places), values[estimator]
+    x, trace = _depth_axis(ax, positions), values[estimator]
     totals = Counter()
-    for place, value in zip(places, trace):
-        if place.layer is not None:
-            totals[place.kind] += value
+    for position, value in zip(positions, trace):
+        if position.layer is not None:
+            totals[position.kind] += value
     ordered, short = [kind for kind, _ in totals.most_common()], shortest_names(list(totals))
     count = len(ordered) if len(ordered) <= MAX_KINDS else MAX_KINDS - 1
     shown = {short[kind]: [kind] for kind in ordered[:count]}
     if ordered[count:]:
         shown[f"{len(ordered) - count} smaller kinds"] = ordered[count:]
     for number, (label, kinds) in enumerate(shown.items()):
-        members = np.array([place.layer is not None and place.kind in kinds for place in places])
+        members = np.array([each.layer is not None and each.kind in kinds for each in positions])
         _draw(ax, x[members], trace[members], numbered(number, label))
-    outside = np.array([place.layer is None for place in places])
+    outside = np.array([each.layer is None for each in positions])
     _draw(ax, x[outside], trace[outside], Curve("outside the layers", "#000000", "*", ""))
     _finish(ax, results, f"MSE of a module at K = {group_size}\n({label_of(estimator)})", ncols=2)
     return ax.get_figure(), ax
 
 
-def _depth_axis(ax, places: Sequence[Place]) -> np.ndarray:
-    """Name the places on x → (modules,) where each module is: a layer at its number, others left and right of them."""
-    layers = sorted({place.layer for place in places if place.layer is not None})
-    outside = dict.fromkeys(place.kind for place in places if place.layer is None)
+def _depth_axis(ax, positions: Sequence[Position]) -> np.ndarray:
+    """Name the positions on x → (modules,) x of each module: a layer at its number, others left and right of them."""
+    layers = sorted({each.layer for each in positions if each.layer is not None})
+    outside = dict.fromkeys(each.kind for each in positions if each.layer is None)
     before = [kind for kind in outside if BEFORE.search(kind)]
     after = sorted((kind for kind in outside if kind not in before), key=lambda kind: "head" in kind)
     first, last = (layers[0], layers[-1]) if layers else (0, -1)
@@ -145,7 +137,7 @@ def _depth_axis(ax, places: Sequence[Place]) -> np.ndarray:
     ax.set_xticks([*numbers, *at.values()], [*map(str, numbers), *(names[kind] for kind in at)])
     for text in ax.get_xticklabels()[len(numbers) :]:
         text.set(rotation=90, fontsize="small")
-    return np.array([at[place.kind] if place.layer is None else place.layer for place in places], float)
+    return np.array([at[each.kind] if each.layer is None else each.layer for each in positions], float)
 
 
 def _draw(ax, x: np.ndarray, values: np.ndarray, look: Curve) -> None:
@@ -168,7 +160,7 @@ def _draw(ax, x: np.ndarray, values: np.ndarray, look: Curve) -> None:
 
 def _finish(ax, results: dict, quantity: str, ncols: int) -> None:
     ax.set_yscale("log")
-    prompts = f"\n(n = {results['n_prompts']:,} prompts)" if results.get("n_prompts") else ""
+    prompts = f"\n(n = {counted(results['n_prompts'], 'prompt')})" if results.get("n_prompts") else ""
     ax.set_xlabel(f"layer, and modules outside the layers{prompts}")
     ax.set_ylabel(quantity)
     finish(ax, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=ncols, columnspacing=1)

@@ -38,7 +38,7 @@ def plot_prompt_traces(measured: Measurement, group_size: int, ax=None):
     ax.set_yscale("log")
     if measured.moments.zero_one:
         ax.set_xlim(-0.03, 1.03)
-    ax.set_xlabel(f"{measured.value_label}\n(n = {len(values):,} prompts)")
+    ax.set_xlabel(f"{measured.value_label}\n({measured.n})")
     ax.set_ylabel(f"MSE of one prompt at K = {group_size}")
     finish(ax, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return ax.get_figure(), ax
@@ -57,14 +57,14 @@ def plot_variance_shares(measured: Measurement, group_size: int, ax=None):
     """What hard, middle and easy prompts contribute to the mean MSE at K = ``group_size``; bars add up to the mean."""
     ax, bootstrap = new_ax(ax, height=3.4), measured.bootstrap
     kinds, low, high = difficulty(measured.oracle_values, measured.moments.zero_one)
-    for place, name in enumerate(SHOWN):
+    for position, name in enumerate(SHOWN):
         trace, look = measured.at(name, group_size).trace, CURVES[name]
         parts = [bootstrap.mean(trace * (kinds == kind)) for kind in range(len(DIFFICULTIES))]
         heights = np.array([part.value for part in parts])
         ends = np.array([part.interval or (part.value, part.value) for part in parts])
         bars = np.maximum(0.0, [heights - ends[:, 0], ends[:, 1] - heights])
         ax.bar(
-            np.arange(3) + 0.27 * (place - 1),
+            np.arange(3) + 0.27 * (position - 1),
             heights,
             width=0.25,
             yerr=bars,

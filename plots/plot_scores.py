@@ -31,27 +31,26 @@ def reward_classes(rewards: np.ndarray) -> list[tuple[str, np.ndarray]]:
 def plot_score_norms(measured: Measurement, ax=None):
     """||g||^2 of single continuations by reward: medians, quartiles, 5 to 95% whiskers, and means (diamonds).
 
-    A score that is exactly 0, of a continuation the model cannot help but give, has no place on the logarithmic axis:
-    it counts in n and in the mean, not in the box, and the tick says how many there are.
+    A score is exactly 0 where the model can give no other continuation. The logarithmic axis cannot show it: it counts
+    in n and in the mean, not in the box, and the tick says how many there are.
     """
-    measured.moments
-    ax = new_ax(ax)
+    ax, _ = new_ax(ax), measured.moments  # UserError without Grams
     rewards = np.concatenate([each.rewards for each in measured.scores])
     norm_sq = np.concatenate([each.norm_sq for each in measured.scores])
     if not (norm_sq > 0).any():
         raise UserError("every score is 0: there are no norms to draw")
     classes = [(name, norm_sq[members]) for name, members in reward_classes(rewards)]
-    places, means = range(1, len(classes) + 1), np.array([values.mean() for _, values in classes])
+    positions, means = range(1, len(classes) + 1), np.array([values.mean() for _, values in classes])
     ax.boxplot(
         [values[values > 0] for _, values in classes],
-        positions=places,
+        positions=positions,
         whis=(5, 95),
         showfliers=False,
         widths=0.5,
         medianprops={"color": "black"},
     )
     ax.plot(
-        places,
+        positions,
         np.where(means > 0, means, np.nan),
         linestyle="",
         marker="D",
@@ -61,7 +60,7 @@ def plot_score_norms(measured: Measurement, ax=None):
         zorder=4,
     )
     ax.set_yscale("log")
-    ax.set_xticks(places, [_of_class(*each) for each in classes])
+    ax.set_xticks(positions, [_of_class(*each) for each in classes])
     ax.set_xlabel("reward of the continuation")
     ax.set_ylabel("squared score norm\n(box: quartiles, diamond: mean)")
     finish(ax)
@@ -82,10 +81,10 @@ def best_baseline(scores) -> float:
 def plot_best_baselines(measured: Measurement, group_size: int, ax=None):
     """The best prompt-only baseline b* of each prompt against V(x), marked by whether GRPO is noisier than vanilla.
 
-    As noisy: both traces are the same, as where every reward is 0 and both estimates are.
-    On the diagonal ||g||^2 is uncorrelated with the reward (the paper's Assumption 2). A constant baseline b has the
-    variance A - 2 b N + b^2 D with b* = N/D, so where b* is below V/2 (above it for V < 0) the baseline V(x) is worse
-    than none.
+    "As noisy" means that both traces are the same, for example because every reward and so every estimate is 0. On the
+    diagonal ||g||^2 is uncorrelated with the reward (the paper's Assumption 2). A constant baseline b has the variance
+    A - 2 b N + b^2 D, which is least at b* = N/D. So the baseline V(x) is worse than none where b* is below V/2 (for
+    V < 0: above it).
     """
     ax, values = new_ax(ax, height=3.7), measured.oracle_values
     best = np.array([best_baseline(each) for each in measured.scores])
@@ -120,7 +119,7 @@ def plot_best_baselines(measured: Measurement, group_size: int, ax=None):
             markerfacecolor="none" if marker == "o" else colour,
             label=f"GRPO {text} vanilla ({chosen.sum()} of {len(values)})",
         )
-    ax.set_xlabel(f"{measured.value_label}\n(n = {len(values):,} prompts, K = {group_size})")
+    ax.set_xlabel(f"{measured.value_label}\n({measured.n}, K = {group_size})")
     ax.set_ylabel("best baseline b*(x)")
     finish(ax, loc="lower center", bbox_to_anchor=(0.4, 1.0))
     return ax.get_figure(), ax
@@ -129,7 +128,8 @@ def plot_best_baselines(measured: Measurement, group_size: int, ax=None):
 def plot_on_policy_check(measured: Measurement, ax=None):
     """Unbiased ||E g||^2 of each prompt over the mean E||g||^2 of all, and their mean with its 95% interval.
 
-    The mean is 0 within its interval when the scores are those of the law that was sampled.
+    With the scores of the sampled law the mean is 0 up to noise. The square itself cannot be negative, so a mean below 0
+    is noise, however narrow the interval is; only a mean far above 0 speaks against the scores.
     """
     ax, moments = new_ax(ax), measured.moments
     check = measured.results.get("on_policy_check") or {}
@@ -144,7 +144,7 @@ def plot_on_policy_check(measured: Measurement, ax=None):
     ax.axhline(ratio, color=COLOURS[1], linestyle="--", linewidth=1.5, label=text)
     ax.axhline(0, color="black", linewidth=0.8)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    ax.set_xlabel(f"prompts in order of their estimate\n(n = {len(values):,} prompts)")
+    ax.set_xlabel(f"prompts in order of their estimate\n({measured.n})")
     ax.set_ylabel("share of the score's mean\n||E g||² / E||g||²")
     note(ax, "warning: these are not the scores of the sampled law" if check.get("warning") else "")
     finish(ax)

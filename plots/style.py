@@ -7,6 +7,7 @@ Nothing here touches matplotlib's global settings.
 
 from __future__ import annotations
 
+import io
 import re
 import textwrap
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, StrMethodFormatter
 
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.files import one_line_errors, write_bytes_atomic
 from Gradient_evaluation.stats.estimators import label_of
 
 
@@ -130,18 +132,29 @@ def short_lines(text: str, width: int = 46) -> str:
     return "\n".join(short for line in "\n".join(whole).split("\n") for short in textwrap.wrap(line, width))
 
 
-def save_figure(figure: Figure, path: str | Path) -> Path:
-    """Write the figure in the format of the suffix (.pdf and .svg are vector); missing folders are made.
+def bars_of(values: Sequence[float], intervals: Sequence[Sequence[float] | None]) -> list[list[float]]:
+    """matplotlib's error bars [below, above] of values and intervals [low, high]; 0 where there is no interval.
 
-    Raises UserError for a suffix matplotlib cannot write or a place that cannot be written.
+    A bar cannot point inwards: where an interval leaves out its value, that side is 0.
+    """
+    ends = [[value, value] if interval is None else interval for value, interval in zip(values, intervals)]
+    below = [max(0.0, value - low) for value, (low, _) in zip(values, ends)]
+    above = [max(0.0, high - value) for value, (_, high) in zip(values, ends)]
+    return [below, above]
+
+
+def save_figure(figure: Figure, path: str | Path) -> Path:
+    """Write the figure in the format of the suffix (.pdf and .svg are vector), whole or not at all; make missing folders.
+
+    Raises UserError for a suffix that matplotlib cannot write, or where nothing can be written.
     """
     path = Path(path)
-    suffixes = figure.canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".").lower() not in suffixes:
-        raise UserError(f"{path}: cannot write this kind of file; end the name in one of .{', .'.join(suffixes)}")
-    try:
+    kind, kinds = path.suffix.lstrip(".").lower(), figure.canvas.get_supported_filetypes()
+    if kind not in kinds:
+        raise UserError(f"{path}: cannot write this kind of file; end the name in one of .{', .'.join(kinds)}")
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=kind, dpi=200, bbox_inches="tight", pad_inches=0.03)  # legends beside an ax included
+    with one_line_errors(path, "write"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=200, bbox_inches="tight", pad_inches=0.03)  # legends beside an ax included
-    except OSError as error:
-        raise UserError(f"{path}: cannot write the figure ({error.strerror or error}); choose another place") from None
+    write_bytes_atomic(path, drawn.getvalue())
     return path

@@ -81,18 +81,22 @@ def _cost(setting: dict, device: torch.device, clock: str) -> dict:
 
 
 def plot_cost(growth: dict):
-    """One panel per axis, seconds per prompt of both protocols."""
-    figure, panels = new_figure(len(growth), 3.0, 3.2)
-    for panel, (axis, rows) in zip(panels, growth.items()):
+    """One panel per axis, seconds per prompt of both protocols; three panels in a row, so that a README's width suffices."""
+    figure, cells = new_figure(6, width=2.6, height=2.3, in_a_row=3)
+    seconds = [value for rows in growth.values() for name in ("ours", "published") for value in rows[name]]
+    for panel, (axis, rows) in zip(cells, growth.items()):
         panel.plot(rows["values"], rows["published"], "s--", color="#D55E00", label="published protocol")
         panel.plot(rows["values"], rows["ours"], "o-", color="#0072B2", label="score Gram")
-        panel.set(xscale="log", yscale="log", xlabel=axis)
-        panel.set_ylim(
-            min(min(r["ours"]) for r in growth.values()) / 1.5, max(max(r["published"]) for r in growth.values()) * 1.5
-        )
+        panel.set(xscale="log", yscale="log", xlabel=axis, ylim=(min(seconds) / 1.5, max(seconds) * 1.5))
         panel.minorticks_off()
-        if axis != "parameters":
-            panel.set_xticks(rows["values"], [str(v) for v in rows["values"]])
-    panels[0].set_ylabel("seconds per prompt")
-    panels[0].legend(frameon=False, fontsize=8)
+        names = [f"{value / 1e6:.2g}M" if value >= 1e5 else str(value) for value in rows["values"]]
+        panel.set_xticks(rows["values"], names)
+        panel.grid(True, alpha=0.3, linewidth=0.6)
+    for panel in cells[::3]:
+        panel.set_ylabel("seconds per prompt")
+    for cell in cells[len(growth) :]:
+        cell.set_axis_off()
+    legend = "\n".join(["what is not varied:", *(f"{name} {value}" for name, value in BASE.items())])
+    cells[-1].legend(*cells[0].get_legend_handles_labels(), title=legend, loc="center left", frameon=False, fontsize="small")
+    cells[-1].get_legend().get_title().set_fontsize("small")
     return figure

@@ -1,4 +1,10 @@
-"""From Gram records to what a run of run_tracecov.py leaves and says: the JSON files and the table it prints."""
+"""The results of a run: JSON files written from Gram records, read again, and named by model and sampling law.
+
+write_results(settings, records, about, label, gen_bs)     the JSON files of a run
+load_results(path)                                         a results file, for plots and training
+check_group_size_law(results["group_size_law"], path)      it has a curve that can be drawn
+describe(results)                                          "tiny_model\\ntemperature 1, top_p 0.95"
+"""
 
 from __future__ import annotations
 
@@ -19,16 +25,18 @@ from Gradient_evaluation.runs.oracle_table import Row
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
-from Gradient_evaluation.stats.estimators import DEFAULT, label_of
 from Gradient_evaluation.stats.group_size import group_size_law
 from Gradient_evaluation.stats.modules import by_layer
 from Gradient_evaluation.stats.prompts import PromptMoments
 from Gradient_evaluation.stats.sketch_pairs import Sketches, SketchPart, prompt_averaged_cosines
+from Gradient_evaluation.stats.summary import FLOOR, PUBLISHED
+
+DRAWN = (*PUBLISHED, FLOOR)  # the curves of every results file
 
 
 @dataclass
 class Notes:
-    """What is kept of each Gram record while the records stream past: its table row, layers and sketches."""
+    """What stays of each Gram record after it has passed: its table row, layers and sketches."""
 
     table: list[dict] = field(default_factory=list)
     block_sizes: Counter[int] = field(default_factory=Counter)
@@ -38,7 +46,7 @@ class Notes:
     sketch_layout: np.ndarray | None = None
 
     def passing(self, records: Iterable) -> Iterable:
-        """Pass the records on, noting each."""
+        """Yield each record, after its notes are taken."""
         for record in records:
             self.table.append(
                 {
@@ -61,7 +69,7 @@ class Notes:
 
 
 def gold_of(ground_truth):
-    """The integer that a ground truth means, as the released detailed files have it; any other as it is."""
+    """The integer that a ground truth stands for, as in the released detailed files; any other truth unchanged."""
     try:
         return check_integer_ground_truth(ground_truth)
     except UserError:
@@ -69,12 +77,12 @@ def gold_of(ground_truth):
 
 
 def results_path(folder: str | Path, label: str) -> Path:
-    """The results of a model in a folder of results."""
+    """The results file of a model in a folder."""
     return Path(folder) / f"tracecov_{label}.json"
 
 
 def detailed_path(folder: str | Path, label: str, K: int) -> Path:
-    """The traces of every prompt at one K."""
+    """The file with the traces of every prompt at one K."""
     return Path(folder) / f"tracecov_{label}_K{K}_detailed.json"
 
 
@@ -86,9 +94,9 @@ PUBLISHED_SCORES = (
 
 
 def write_results(settings: TracecovSettings, records: Iterable, about: dict, label: str, gen_bs: int | None) -> dict:
-    """Compute everything from the Gram records and write the JSON files → the results.
+    """Compute the results from the Gram records, write the JSON files, and return the results.
 
-    gen_bs: the smallest number of continuations that were sampled at a time, None where that is not known.
+    gen_bs: the smallest number of continuations that were sampled at a time; None if it is not known.
     """
     notes, folder = Notes(), Path(settings.save_json)
     prompts = estimators.reduce_prompts(notes.passing(records), settings.K_list, settings.estimators)
@@ -119,11 +127,11 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
 
 
 def detailed(K: int, table: Sequence[dict], traces: dict, averages: dict) -> dict:
-    """The detailed file of one K: the released keys, and in every row of ``prompt_results`` also ours.
+    """The detailed file of one K: the released keys, and more columns in every row of ``prompt_results``.
 
-    table: the rows' other columns, in the order of the oracle table; traces: {estimator: a value per row, or None};
-    averages: {published estimator: mean trace}. The rows are listed in the order in which the prompts were drawn, as
-    in the released files: ``prompt_index`` is the position in it, null for Grams older than that order.
+    table: the other columns of each row, in the order of the oracle table. traces: {estimator: a value per row, or None}.
+    averages: {published estimator: mean trace}. As in the released files, the rows are in the order in which the prompts
+    were drawn. ``prompt_index`` is a row's position in that order; it is null for Grams that were made before it was stored.
     """
     columns = {name: _per_prompt(values, len(table)) for name, values in traces.items()}
     rows = [
@@ -141,21 +149,26 @@ def detailed(K: int, table: Sequence[dict], traces: dict, averages: dict) -> dic
 
 
 def replaced(path: Path, results: dict) -> str | None:
-    """What the results at ``path`` have that ``results``, which will stand in their place, lack, in a line; None: nothing."""
+    """One line that names what the old results at ``path`` hold and the new ``results`` lack; None if nothing is lost."""
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
-        sizes = [K for K in before["K_list"] if K not in results["K_list"]]
+        n_prompts = before["n_prompts"]
+        sizes = [str(K) for K in before["K_list"] if K not in results["K_list"]]
         names = [name for name in before["estimators"] if name not in results["estimators"]]
-        n_prompts = before["n_prompts"] if before["n_prompts"] > results["n_prompts"] else 0
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    lost = [f"{n_prompts} prompts, where these have {results['n_prompts']}"] * bool(n_prompts)
-    lost += [f"K = {', '.join(map(str, sizes))}"] * bool(sizes) + [f"the estimators {', '.join(names)}"] * bool(names)
+    lost = []
+    if n_prompts > results["n_prompts"]:
+        lost.append(f"{n_prompts} prompts, where these have {results['n_prompts']}")
+    if sizes:
+        lost.append(f"K = {', '.join(sizes)}")
+    if names:
+        lost.append(f"the estimators {', '.join(names)}")
     if not lost:
         return None
     return (
-        f"{path} is replaced: before, it had {' and '.join(lost)}. Their Grams stay, so the command that made it, given "
-        "again, brings it back in moments; for both, use another --save_json with --from_grams"
+        f"{path} is replaced: before, it had {' and '.join(lost)}. Their Grams are still there: give the earlier command "
+        "again to have those results back in moments. To have both, use another --save_json with --from_grams"
     )
 
 
@@ -174,9 +187,9 @@ NOT_IN_RESULTS = (
 
 
 def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Row]) -> dict | None:
-    """The results that this very command has left, for these prompts and their oracle values; None if there are none.
+    """The results that the same command has written before, for the same prompts and oracle values; None if there are none.
 
-    Flags in ``NOT_IN_RESULTS`` decide no number. A figure that is asked for and missing makes it unfinished too.
+    The flags in ``NOT_IN_RESULTS`` change no number, so they may differ. A missing figure also means: not finished.
     """
     if not settings.skip_plot and not (Path(settings.plot_path) / f"tracecov_{label}.png").exists():
         return None
@@ -200,7 +213,7 @@ def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Row]
 def group_size_law_of(prompts: PromptMoments, notes: Notes, identity: dict, bootstrap: PromptBootstrap) -> dict:
     """The entry ``group_size_law``: constants, G*, and the cosine of each sketched estimator to the gradient.
 
-    identity: of the run that made the Grams.
+    identity: what the run that made the Grams stored of itself.
     """
     sketches = theta = None
     if all(sketch is not None for sketch in notes.sketches):
@@ -234,98 +247,119 @@ def versions() -> dict:
     return found
 
 
-def report(results: dict) -> str:
-    """The lines a run ends with: MSE by K, other estimators, on-policy check, score norms."""
-    curves = {name: results["estimators"][name] for name in DEFAULT}
-    lines = [
-        "MSE of the gradient estimate: mean over prompts of trace(Cov | x) [95% interval]",
-        "   K" + "".join(f"{label_of(name):>30}" for name in curves),
-    ]
-    for i, K in enumerate(results["K_list"]):
-        lines.append(f"{K:>4}" + "".join(f"{_cell(curve, 'mse', i):>30}" for curve in curves.values()))
-    lines += [
-        f"note: {name}: {results['reasons'][path]}"
-        for name in curves
-        if (path := f"estimators.{name}.mse") in results["reasons"]
-    ]
-    lines += _other_estimators(results)
-    lines += _largest_modules(results)
-    check, norms = results["on_policy_check"], results["score_norm_sq"]
-    error = "" if check["standard_error"] is None else f" +- {check['standard_error']:.1e}"
-    ratio = "not computed" if check["ratio"] is None else f"{check['ratio']:.1e}{error}"
-    lines.append(
-        f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (right scores give 0 within about two standard errors; a small value "
-        "alone does not show that they are right)"
-    )
-    if check.get("warning"):
-        lines.append(f"warning: {check['warning']}")
-    if compared := results.get("checks", {}).get("sampler_check"):
-        lines.append(
-            f"sampler and scoring pass: log pi of {compared['tokens']} tokens differs by {compared['median_difference']:.1e}"
-            f" in the median, {compared['largest_difference']:.1e} at most (tolerance {compared['tolerance']:.1e})"
+# --- reading results again ---
+
+
+def load_results(path: str | Path) -> dict:
+    """Read a results JSON. Raises UserError where it is missing, not JSON, or not a results file."""
+    path = Path(path)
+    try:
+        results = json.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; give a tracecov_*.json written by run_tracecov.py") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot read it ({error.strerror}); give a tracecov_*.json file") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: is not JSON ({error}); give a tracecov_*.json file") from None
+    try:
+        whole = all(len(curve) == len(results["K_list"]) > 0 for name in DRAWN for curve in curve_of(results, name))
+    except (KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise UserError(
+            f"{path}: is not a results file (no K_list, or no conditional_on_x with {', '.join(PUBLISHED)} at each K); give a "
+            "tracecov_*.json that run_tracecov.py wrote, not a detailed one"
         )
-    split = "above V" not in norms.get("split", "")
-    kinds = (
-        {"right": "right answers", "wrong": "wrong answers"}
-        if split
-        else {"right": "rewards above V(x)", "wrong": "rewards not above V(x)"}
-    )
-    shown = [
-        f"{text} " + ("not computed" if norms[name]["mean"] is None else f"{norms[name]['mean']:.4g}")
-        for name, text in kinds.items()
-    ]
-    lines.append(
-        f"squared score norm E||g||^2: {', '.join(shown)}; squared gradient norm ||theta||^2 = "
-        f"{results['theta_norm_sq']:.4g}; {results['n_prompts']} prompts, {results['n_continuations']} continuations"
-    )
-    return "\n".join(lines)
+    return results
 
 
-def _other_estimators(results: dict) -> list[str]:
-    others = {name: found for name, found in results["estimators"].items() if name not in DEFAULT}
-    if not others:
-        return []
-    cosines = (results.get("group_size_law") or {}).get("cosine_to_gradient") or {}
-    lines = [
-        "",
-        "other estimators: MSE | signal-to-noise ratio | K at which plain GRPO has that ratio | cosine to the gradient; - : "
-        "reasons in the results say why",
-    ]
-    if cosines:
-        largest = results["law"]["sketched_at"]
-        lines.append(f"(cosine: of the mean of groups of {largest}; without one the mean has the gradient's direction)")
-    for name, found in others.items():
-        lines.append(f"  {name}: {found['title']}")
-        cosine = cosines.get(name) or {"cosine": None, "ci95": None}
-        for i, K in enumerate(results["K_list"]):
-            cells = [_cell(found, part, i) for part in ("mse", "signal_to_noise", "effective_group_size")]
-            cells.append(value_text(cosine["cosine"], cosine["ci95"]))
-            each = found["continuations_per_group"][i]
-            dropped = "" if each is None or each <= K else f" | {each:.3g} continuations are sampled for a group that is kept"
-            lines.append(f"{K:>6}  " + " | ".join(f"{cell:>30}" for cell in cells) + dropped)
-    return [*lines, ""]
+def curve_of(results: dict, curve: str) -> tuple[list, list]:
+    """One curve's values and intervals [low, high], lists aligned with K_list; None where there is none."""
+    absent = [None] * len(results["K_list"])
+    if curve in PUBLISHED:
+        intervals = (results.get("conditional_on_x_ci95") or {}).get(curve)
+        return results["conditional_on_x"][curve], intervals or absent
+    return results.get(curve) or absent, results.get(f"{curve}_ci95") or absent
 
 
-def _largest_modules(results: dict, count: int = 5) -> list[str]:
-    """The modules with the largest share of GRPO's trace at the smallest K, where there are traces by module."""
-    if "by_layer" not in results:
-        return []
-    names, traces = results["by_layer"]["modules"], np.array(results["by_layer"]["trace_cov"]["grpo"][0])
-    lines = [f"share of the modules in GRPO's trace at K = {results['K_list'][0]} (all of them: by_layer in the results)"]
-    whole = traces.sum()
-    for place in np.argsort(-traces)[:count]:
-        share = f"{traces[place] / whole:.1%}" if whole > 0 else "-"
-        lines.append(f"{share:>8}  {names[place]}")
-    return lines
+def check_group_size_law(found: dict | None, name: str) -> None:
+    """Raise UserError, beginning with ``name``, unless ``found`` is a group-size law with a curve that can be drawn."""
+    try:
+        values, reasons = found["curve"]["mse_times_N"], found["reasons"]
+    except (TypeError, KeyError):
+        raise UserError(f"{name}: holds no group_size_law; write the results again with run_tracecov.py") from None
+    if values is None:
+        raise UserError(f"{name}: its group_size_law has no curve: {reasons['curve']}")
+    if not max(values) > 0:  # with few prompts the noise of c1 and c2 may outweigh all
+        raise UserError(
+            f"{name}: no predicted MSE of its group_size_law is above 0, so there is nothing to draw; measure more "
+            "prompts (--T)"
+        )
 
 
-def _cell(found: dict, quantity: str, i: int) -> str:
-    return value_text(found[quantity][i], found[f"{quantity}_ci95"][i])
+def counted(number: int, noun: str) -> str:
+    """``"1 prompt"``, ``"1,024 prompts"``."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def value_text(value: float | None, interval: Sequence[float] | None) -> str:
-    """``"33.61 [25.44, 42.2]"``, without an interval the value alone, without a value ``"-"``."""
-    if value is None or interval is None:
-        return "-" if value is None else f"{value:.4g}"
-    low, high = (0.0 if abs(end) < 1e-12 * abs(value) else end for end in interval)  # rounding of a sum that is 0
-    return f"{value:.4g} [{low:.4g}, {high:.4g}]"
+# --- which model and which sampling law is a curve of? ---
+
+ALWAYS = ("temperature", "top_p")
+# named where the value is not the neutral one: {name: (neutral value, how it is written)}
+UNLESS_NEUTRAL = {
+    "top_k": (0, "top_k {}"),
+    "stop": ([], "stop {}"),
+    "scoring": ("exact", "{} scoring"),
+    "params": (None, "parameters {}"),
+    "revision": (None, "revision {}"),
+    "chat_template_kwargs": (None, "template {}"),
+}
+# named where the files that are compared differ in it
+IF_DIFFERENT = {
+    "max_new_tokens": "at most {} tokens",
+    "reward": "{} reward",
+    "dtype": "{}",
+    "seed": "seed {}",
+    "model_fingerprint": "weights {}",
+    "prompts": "prompts of {}",
+}
+
+
+def describe(results: dict) -> str:
+    """Model, and on a second line the sampling law: ``"tiny_model\\ntemperature 1, top_p 0.95"``; "" if neither is known."""
+    return describe_each([results])[0]
+
+
+def in_one_line(results: dict, otherwise: str) -> str:
+    """``describe`` for a heading: ``"tiny_model (temperature 1, top_p 0.95)"``; else ``otherwise``."""
+    model, _, law = describe(results).partition("\n")
+    return f"{model} ({law})" if law else model or otherwise
+
+
+def describe_each(several: Sequence[dict]) -> list[str]:
+    """``describe`` of results files that are compared; what they differ in is named too.
+
+    Prompts (zero-shot, few-shot) are named by the folder and file name of their oracle table.
+    """
+    facts = [_facts(results) for results in several]
+    differing = [name for name in IF_DIFFERENT if len({repr(each.get(name)) for each in facts}) > 1]
+    return [_description(each, differing) for each in facts]
+
+
+def _facts(results: dict) -> dict:
+    config = results.get("config") or {}
+    facts = {**config, **(results.get("law") or {})}
+    if config.get("oracle_table"):
+        facts["prompts"] = "/".join(Path(config["oracle_table"]).parts[-2:])
+    return facts
+
+
+def _description(facts: dict, differing: Sequence[str]) -> str:
+    parts = [f"{name} {facts[name]:g}" for name in ALWAYS if isinstance(facts.get(name), (int, float))]
+    for name, (neutral, form) in UNLESS_NEUTRAL.items():
+        if name in facts and facts[name] != neutral:
+            value = " ".join(map(repr, facts[name])) if isinstance(facts[name], list) else facts[name]
+            parts.append(form.format(value))
+    more = [IF_DIFFERENT[name].format(facts[name]) for name in differing if facts.get(name) is not None]
+    model = Path(str(facts["model"])).name if facts.get("model") else ""
+    return "\n".join(line for line in (model, ", ".join(parts), *more) if line)

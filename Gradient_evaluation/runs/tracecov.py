@@ -25,14 +25,15 @@ from Gradient_evaluation.models import (
     warn_of_risks,
     weights_digest,
 )
-from Gradient_evaluation.runs import gram_store, group_size_report
+from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.files import write_json
 from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size, score_gram
 from Gradient_evaluation.runs.memory import limited_memory, tune_allocator
 from Gradient_evaluation.runs.oracle_table import Row, check_ground_truths, check_law, load_oracle_table
 from Gradient_evaluation.runs.processes import Processes, Progress
 from Gradient_evaluation.runs.prompts import chat_from, law_record, tokenised
-from Gradient_evaluation.runs.results import finished_results, report, results_path, versions, write_results
+from Gradient_evaluation.runs.report import group_size_report, report
+from Gradient_evaluation.runs.results import finished_results, results_path, versions, write_results
 from Gradient_evaluation.runs.resume import (
     CHECKS,
     IDENTITY,
@@ -283,7 +284,7 @@ def finish(settings: TracecovSettings, measured: Measured, started: float, draw:
     print(f"results: {results_path(settings.save_json, label)}")
     if not settings.skip_plot:
         print(f"figure:  {draw(results, label)}")
-    print(f"\n{group_size_report.report(results['group_size_law'], settings.budget)}")
+    print(f"\n{group_size_report(results['group_size_law'], settings.budget)}")
 
 
 def run(settings: TracecovSettings, draw: Draw) -> None:

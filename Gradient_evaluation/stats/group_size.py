@@ -1,7 +1,7 @@
 """Which group size should I train with? The minibatch MSE of the GRPO gradient at a fixed number of continuations.
 
     result = group_size_law(prompts, sketches, bootstrap)   # JSON-ready
-    print(group_size_report.report(result, budget=1024))
+    print(group_size_report(result, budget=1024))
 
 B prompts have groups of G, so N = B G continuations. The total variance of the leave-one-out estimator, averaged over the
 B groups, and Hoeffding's variance of a U-statistic give, exactly for every G >= 2 (the paper's Theorem 7 has an upper
@@ -208,7 +208,7 @@ def _noise_scale(law: dict, measured: Measured) -> dict:
     missing = next((each for each in (interval, size) if isinstance(each, Missing)), None)
     if missing is not None:
         return {**dict.fromkeys(keys, missing), "gradient_noise_scale_G": missing if isinstance(size, Missing) else size}
-    why = not_above_zero(interval, "||mean theta||^2")
+    why = not_above_zero(interval, "squared norm of the gradient's mean over prompts, ||mean theta||^2,")
     if why:
         return {**dict.fromkeys(keys, Missing(why)), "gradient_noise_scale_G": size}
     (value,), draws = measured.averages.linear_ratio(mse_rows(np.array([size])) / size, COLUMNS["mean_theta_norm_sq"])

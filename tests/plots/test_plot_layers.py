@@ -4,7 +4,6 @@ import json
 import sys
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 import pytest
 from matplotlib.text import Text
@@ -12,8 +11,8 @@ from test_plot_tracecov import results
 
 from Gradient_evaluation import cli, run_tracecov
 from Gradient_evaluation.errors import UserError
-from plots.plot_layers import MAX_KINDS, Place, places_of, plot_layers, plot_module_kinds, shortest_names
-from plots.style import CURVES, new_figure
+from plots.plot_layers import MAX_KINDS, Position, plot_layers, plot_module_kinds, positions_of, shortest_names
+from plots.style import CURVES
 
 MODEL = Path(__file__).resolve().parents[2] / "data" / "tiny_model"
 KINDS = (
@@ -34,7 +33,7 @@ def deep(n_layers: int = 24) -> dict:
     """Results of a made-up model of many layers; the kinds differ in size by 2 each, the first the smallest."""
     inside = [f"model.layers.{layer}.{kind}" for layer in range(n_layers) for kind in KINDS]
     modules = ["lm_head", "model.embed_tokens", *inside, "model.norm"]
-    sizes = np.array([7.0, 5.0, *[2.0**place for _ in range(n_layers) for place in range(len(KINDS))], 3.0])
+    sizes = np.array([7.0, 5.0, *[2.0**kind for _ in range(n_layers) for kind in range(len(KINDS))], 3.0])
     traces = {
         name: [(scale * sizes / K).tolist() for K in (4, 8, 16)]
         for name, scale in (("naive", 3.0), ("grpo", 2.0), ("oracleV", 1.0))
@@ -92,26 +91,26 @@ def points(ax) -> dict:
 
 @pytest.mark.parametrize("K", [4, 8])
 def test_the_points_of_an_estimator_add_up_to_its_mse(by_layer, K):
-    place = by_layer["K_list"].index(K)
+    i = by_layer["K_list"].index(K)
     _, ax = plot_layers(by_layer, K)
     shown, added_up = points(ax), []
     for name in ("naive", "grpo", "oracleV"):
         layers = shown[CURVES[name].label]
         assert sorted(layers) == [-1, 0, 1, 2, 3]  # the embedding, three layers, the norm
-        module = np.array(by_layer["by_layer"]["trace_cov"][name][place])
+        module = np.array(by_layer["by_layer"]["trace_cov"][name][i])
         inside = [f".layers.{x}." in text for x in (0, 1, 2) for text in by_layer["by_layer"]["modules"]]
         sums = [module[part].sum() for part in np.split(np.array(inside), 3)]
         assert [layers[x] for x in (0, 1, 2)] == pytest.approx([s if s > 0 else np.nan for s in sums], nan_ok=True)
         if all(np.isfinite(list(layers.values()))):
             added_up.append(name)
-            assert sum(layers.values()) == pytest.approx(by_layer["conditional_on_x"][name][place], rel=1e-6)
+            assert sum(layers.values()) == pytest.approx(by_layer["conditional_on_x"][name][i], rel=1e-6)
     assert added_up
     assert [text.get_text() for text in ax.get_xticklabels()] == ["0", "1", "2", "embed_tokens", "norm"]
     assert f"K = {K}" in ax.get_ylabel() and "n = 6 prompts" in ax.get_xlabel()
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "oracleV"])
-def test_the_kinds_of_module_and_what_is_outside_add_up_to_the_mse(estimator):
+def test_kinds_of_module_and_the_rest_add_up_to_the_mse(estimator):
     made = deep()
     _, ax = plot_module_kinds(made, 8, estimator=estimator)
     total = sum(y for curve in points(ax).values() for y in curve.values())
@@ -119,7 +118,7 @@ def test_the_kinds_of_module_and_what_is_outside_add_up_to_the_mse(estimator):
     assert CURVES[estimator].label in ax.get_ylabel()
 
 
-def test_the_largest_kinds_are_curves_of_their_own_and_the_rest_one(by_layer):
+def test_largest_kinds_have_own_curves_and_the_rest_one(by_layer):
     labels = list(points(plot_module_kinds(deep(), 4)[1]))
     assert labels == [
         "v_proj",
@@ -141,13 +140,13 @@ def test_the_largest_kinds_are_curves_of_their_own_and_the_rest_one(by_layer):
 def test_any_number_of_layers_is_legible(draw, n_layers):
     figure, ax = draw(deep(n_layers), 4)
     figure.draw_without_rendering()
-    places = [text.get_window_extent() for text in ax.get_xticklabels()]
-    assert not any(a.overlaps(b) for i, a in enumerate(places) for b in places[:i])
+    boxes = [text.get_window_extent() for text in ax.get_xticklabels()]
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
     assert ax.get_position().height * figure.get_size_inches()[1] > 1.5
     assert min(text.get_fontsize() for text in figure.findobj(Text) if text.get_text()) >= 7
 
 
-def test_places_are_read_from_the_names_of_any_kind_of_model():
+def test_positions_are_read_from_the_names_of_any_kind_of_model():
     names = [
         "transformer.wte",
         "transformer.h.0.attn.c_proj",
@@ -157,16 +156,16 @@ def test_places_are_read_from_the_names_of_any_kind_of_model():
         "visual.blocks.4.norm",
         "lm_head",
     ]
-    assert places_of(names) == [
-        Place(None, "transformer.wte"),
-        Place(0, "attn.c_proj"),
-        Place(11, "mlp.c_proj"),
-        Place(11, "mlp.experts.w1"),
-        Place(11, "layer"),
-        Place(None, "visual.blocks"),
-        Place(None, "lm_head"),
+    assert positions_of(names) == [
+        Position(None, "transformer.wte"),
+        Position(0, "attn.c_proj"),
+        Position(11, "mlp.c_proj"),
+        Position(11, "mlp.experts.w1"),
+        Position(11, "layer"),
+        Position(None, "visual.blocks"),
+        Position(None, "lm_head"),
     ]
-    assert places_of(["theta"]) == [Place(None, "theta")]
+    assert positions_of(["theta"]) == [Position(None, "theta")]
     short = shortest_names(["attn.c_proj", "mlp.c_proj", "mlp.experts.w1", "self_attn.q_proj.lora_A.default"])
     assert list(short.values()) == ["attn.c_proj", "mlp.c_proj", "w1", "default"]
 
@@ -182,26 +181,12 @@ def test_a_model_without_repeated_layers_is_drawn(draw):
     figure.draw_without_rendering()
     assert [text.get_text() for text in ax.get_xticklabels()] == ["a", "b"]
     values = list(next(iter(points(ax).values())).values())
-    assert values[0] == 1 and np.isnan(values[1])  # no place on a logarithmic axis
-
-
-@pytest.mark.parametrize("draw", [plot_layers, plot_module_kinds])
-def test_it_draws_on_a_given_ax_and_changes_no_global_setting(by_layer, draw):
-    before = dict(matplotlib.rcParams)
-    figure, (left, right) = new_figure(2)
-    assert draw(by_layer, 4, ax=right) == (figure, right) and not left.lines
-    assert dict(matplotlib.rcParams) == before
+    assert values[0] == 1 and np.isnan(values[1])  # a logarithmic axis cannot show it
 
 
 @pytest.mark.parametrize(
     "made, K, message",
-    [
-        (results(), 4, "no traces by module; measure again with --by_layer"),
-        (deep(), 5, "are of K = 4, 8, 16, not of 5"),
-        (results(by_layer={}), 4, "does not hold a number for each module"),
-        (results(by_layer={"modules": ["a"], "trace_cov": {n: [[1, 2]] * 3 for n in CURVES}}), 4, "does not hold a number"),
-        (results(by_layer={"modules": ["a"], "trace_cov": {n: [["x"]] * 3 for n in CURVES}}), 4, "does not hold a number"),
-    ],
+    [(results(), 4, "no traces by module; measure again with --by_layer"), (deep(), 5, "are of K = 4, 8, 16, not of 5")],
 )
 def test_what_cannot_be_drawn_is_one_line(made, K, message):
     for draw in (plot_layers, plot_module_kinds):

@@ -16,10 +16,10 @@ from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.estimators import ESTIMATORS, label_of
 from plots.measurement import Scores, load_measurement
+from plots.notebook import mse_table
 from plots.plot_estimators import FAIR, fit_ratio_law, missing, plot_any_group_size, plot_estimators, plot_ratio, ratios_by_size
 from plots.plot_prompts import difficulty, plot_prompt_traces, plot_variance_shares
 from plots.plot_scores import best_baseline, plot_best_baselines, plot_on_policy_check, plot_score_norms, reward_classes
-from plots.summary import mse_table
 
 NEED_GRAMS = [
     (plot_prompt_traces, (4,)),
@@ -66,13 +66,13 @@ def test_each_prompt_is_drawn_at_its_v_and_its_trace(measured, small_run):
     assert not left_out or any(label == f"GRPO ({left_out} at 0 or below)" for label in shown)
 
 
-def test_the_bars_of_hard_middle_and_easy_prompts_add_up_to_the_mean(measured):
+def test_bars_by_difficulty_add_up_to_the_mean(measured):
     _, ax = plot_variance_shares(measured, 4)
-    place = measured.results["K_list"].index(4)
+    i = measured.results["K_list"].index(4)
     bars = [container for container in ax.containers if hasattr(container, "patches")]
     for name, container in zip(("naive", "grpo", "oracleV"), bars):
         total = sum(bar.get_height() for bar in container)
-        assert total == pytest.approx(measured.results["conditional_on_x"][name][place])
+        assert total == pytest.approx(measured.results["conditional_on_x"][name][i])
     counts = [int(text.get_text().split("n = ")[1]) for text in ax.get_xticklabels()]
     assert sum(counts) == 12
 
@@ -83,12 +83,12 @@ def test_difficulty_has_its_bounds_where_the_labels_say():
     assert kinds.tolist() == [0, 1, 1, 1, 2] and (low, high) == pytest.approx((-0.1, 0.3))
 
 
-def test_the_ratio_law_is_recovered_exactly_from_ratios_that_follow_it():
+def test_ratio_fit_is_exact_for_ratios_of_its_form():
     sizes = [2, 4, 8, 64]
     assert fit_ratio_law(sizes, [1 + 1.7 / (size - 1) for size in sizes]) == pytest.approx(1.7, rel=1e-12)
 
 
-def test_the_ratio_is_that_of_the_mean_traces_with_and_without_grams(measured, without_grams):
+def test_ratio_is_of_mean_traces_with_and_without_grams(measured, without_grams):
     means = measured.results["conditional_on_x"]
     expected = [grpo / oracle for grpo, oracle in zip(means["grpo"], means["oracleV"])]
     for each in (measured, without_grams):
@@ -118,7 +118,7 @@ def test_the_means_of_the_score_norms_are_those_of_the_results(measured):
         assert f"n = {found['n_continuations']:,}" in text and f"mean {found['mean']:.4g}" in text
 
 
-def test_scores_of_zero_are_counted_in_n_and_mean_and_the_tick_says_that_they_are_not_drawn(measured):
+def test_scores_of_zero_are_counted_and_the_tick_says_so(measured):
     scores = [Scores(np.array([0.0, 0.0, 1.0]), np.array([0.0, 6.0, 5.0])), Scores(np.array([0.0, 1.0]), np.array([0.0, 7.0]))]
     figure, ax = plot_score_norms(replace(measured, scores=scores))
     texts = [text.get_text() for text in ax.get_xticklabels()]
@@ -133,12 +133,12 @@ def test_scores_of_zero_are_counted_in_n_and_mean_and_the_tick_says_that_they_ar
         plot_score_norms(replace(measured, scores=[Scores(np.ones(2), np.zeros(2))]))
 
 
-def test_the_best_baseline_is_the_reward_weighted_by_the_squared_norms():
+def test_best_baseline_weighs_rewards_by_squared_norms():
     assert best_baseline(Scores(np.array([1.0, 0.0, 1.0]), np.array([1.0, 2.0, 5.0]))) == pytest.approx(6 / 8)
     assert np.isnan(best_baseline(Scores(np.ones(2), np.zeros(2))))
 
 
-def test_prompts_are_marked_by_whether_grpo_is_noisier_than_vanilla_and_ties_are_counted_apart(measured, small_run):
+def test_prompts_are_marked_by_noisier_grpo_ties_apart(measured, small_run):
     rows = detailed_rows(small_run / "tracecov_tiny_model_K4_detailed.json")
     gaps = [row["trace_cov"]["grpo"] - row["trace_cov"]["naive"] for row in rows]
     shown = lines(plot_best_baselines(measured, 4)[1])
@@ -158,7 +158,7 @@ def test_without_ties_the_legend_has_no_line_for_them(measured, small_run):
     assert sum(label.startswith("GRPO ") for label in labels) == 2 and not any("as noisy" in label for label in labels)
 
 
-def test_the_on_policy_points_average_to_the_ratio_of_the_results(measured):
+def test_on_policy_points_average_to_the_results_ratio(measured):
     _, ax = plot_on_policy_check(measured)
     shown, check = lines(ax), measured.results["on_policy_check"]
     assert shown["one prompt"][1].mean() == pytest.approx(check["ratio"])
@@ -175,10 +175,10 @@ def test_the_on_policy_points_average_to_the_ratio_of_the_results(measured):
 def test_prompts_are_counted_in_whole_numbers_on_the_axis(measured, small_run):
     records = list(gram_store.load_all(small_run / "grams"))[:2]
     _, ax = plot_on_policy_check(replace(measured, grams=estimators.reduce_prompts(records, [4], [])))
-    assert all(float(place).is_integer() for place in ax.get_xticks())
+    assert all(float(tick).is_integer() for tick in ax.get_xticks())
 
 
-def test_any_group_size_is_what_the_script_would_compute_from_the_grams(measured, small_run):
+def test_any_group_size_is_what_the_script_computes(measured, small_run):
     sizes = [2, 3, 5, 8, 100]
     _, ax = plot_any_group_size(measured, sizes=sizes)
     summary = summary_of(gram_store.load_all(small_run / "grams"), sizes)
@@ -197,7 +197,7 @@ def test_any_group_size_is_what_the_script_would_compute_from_the_grams(measured
 
 
 @pytest.mark.parametrize("quantity", [FAIR, "effective_group_size"])
-def test_all_estimators_are_compared_although_the_results_have_the_default_ones(measured, small_run, quantity):
+def test_all_estimators_are_compared_beyond_the_results(measured, small_run, quantity):
     assert set(measured.results["estimators"]) < set(measured.compared) == set(ESTIMATORS)
     names = list(ESTIMATORS)
     expected = summary_of(gram_store.load_all(small_run / "grams"), [4], names=names)["estimators"]
@@ -206,15 +206,15 @@ def test_all_estimators_are_compared_although_the_results_have_the_default_ones(
     surely = quantity == FAIR and expected["grpo"][f"{FAIR}_ci95"][0][0] > 0
     unit = known["GRPO"] if surely else 1.0
     assert {text.get_text() for text in ax.get_yticklabels()} == set(known)
-    places = {c.lines[0].get_ydata()[0]: c.lines[0].get_xdata()[0] for c in ax.containers}
-    for place, text in enumerate(ax.get_yticklabels()):
-        assert places[place] == pytest.approx(known[text.get_text()] / unit)
+    drawn = {c.lines[0].get_ydata()[0]: c.lines[0].get_xdata()[0] for c in ax.containers}
+    for row, text in enumerate(ax.get_yticklabels()):
+        assert drawn[row] == pytest.approx(known[text.get_text()] / unit)
     told = [line.split(": ", 1) for line in missing(measured, quantity)]
     assert {name for names, _ in told for name in names.split(", ")} == set(map(label_of, expected)) - set(known)
     assert ["greedy", "no greedy continuation was sampled; measure with --estimators greedy (12 of 12 prompts)"] in told
 
 
-def test_nothing_is_divided_by_a_signal_to_noise_ratio_of_grpo_that_may_be_zero(measured):
+def test_nothing_is_divided_by_a_ratio_that_may_be_zero(measured):
     """Over one below 0 the order of the estimators would turn round."""
     for own, ends in ((-0.2, [-0.3, -0.1]), (0.2, [-0.1, 0.5]), (-0.2, None)):
         compared = {
@@ -226,7 +226,29 @@ def test_nothing_is_divided_by_a_signal_to_noise_ratio_of_grpo_that_may_be_zero(
         assert "over that of" not in ax.get_xlabel()
 
 
-def test_groups_that_are_thrown_away_are_paid_for_in_the_comparison(measured):
+def test_intervals_that_reach_zero_are_arrows_and_ticks_legible(measured):
+    compared = {
+        name: {"target": "theta", FAIR: [value], f"{FAIR}_ci95": [interval]}
+        for name, value, interval in (("grpo", 0.02, [-0.01, 0.05]), ("dapo", 0.01, [0.001, 0.3]), ("opo", 0.1, None))
+    }
+    figure, ax = plot_estimators(replace(measured, compared=compared))
+    figure.draw_without_rendering()
+    (arrows,) = [line for line in ax.lines if line.get_marker() == "<"]
+    assert arrows.get_label() == "the interval reaches 0 or below"
+    assert [ax.get_yticklabels()[row].get_text() for row in arrows.get_ydata()] == ["GRPO"]
+    assert set(arrows.get_xdata()) == {ax.get_xlim()[0]} and ax.get_xlim()[0] < 0.001
+    boxes = [text.get_window_extent() for text in ax.get_xticklabels()]
+    assert len(boxes) >= 3 and not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+@pytest.mark.parametrize("reason", ["no reward ever differed", None])
+def test_no_estimator_with_a_ratio_says_why(measured, reason):
+    compared, reasons = {"grpo": {FAIR: [None]}}, {f"estimators.grpo.{FAIR}": reason} if reason else {}
+    with pytest.raises(UserError, match=f"per continuation sampled.: {reason or 'no reason is given'}$"):
+        plot_estimators(replace(measured, compared=compared, reasons=reasons))
+
+
+def test_dropped_groups_are_paid_for_in_the_comparison(measured):
     compared = {
         name: {"target": "theta", FAIR: [value], f"{FAIR}_ci95": [[value / 2, 2 * value]]}
         for name, value in (("grpo", 0.2), ("dapo", 0.1))
@@ -238,11 +260,11 @@ def test_groups_that_are_thrown_away_are_paid_for_in_the_comparison(measured):
     bars = [segment for each in ax.collections for segment in each.get_segments()]
     assert sorted(np.ravel([segment[:, 0] for segment in bars])) == pytest.approx([0.25, 0.5, 1.0, 2.0])
     del compared["grpo"]
-    with pytest.raises(UserError, match="GRPO itself has no"):
+    with pytest.raises(UserError, match="plain GRPO, to compare with, has no signal-to-noise ratio per continuation"):
         plot_estimators(replace(measured, compared=compared))
 
 
-def test_estimators_that_are_missing_for_one_reason_are_one_line_without_doubled_words(measured):
+def test_estimators_missing_for_one_reason_are_one_line(measured):
     none = {FAIR: [None]}
     reasons = {"greedy": "not computed: nothing greedy", **dict.fromkeys(("opo", "best_baseline", "dapo"), "a larger block")}
     made = replace(
@@ -260,13 +282,13 @@ def test_without_grams_the_estimators_of_the_results_are_drawn(without_grams):
 
 
 @pytest.mark.parametrize("draw, more", NEED_GRAMS, ids=lambda value: getattr(value, "__name__", ""))
-def test_without_grams_a_picture_that_needs_them_says_so_in_one_line(without_grams, draw, more):
+def test_without_grams_a_picture_says_so_in_one_line(without_grams, draw, more):
     with pytest.raises(UserError, match="no Grams beside tracecov_tiny_model.json") as caught:
         draw(without_grams, *more)
     assert "\n" not in str(caught.value)
 
 
-def test_the_grams_of_a_recomputed_run_are_those_it_was_computed_from(path, small_run, tmp_path):
+def test_grams_of_a_recomputed_run_are_those_it_names(path, small_run, tmp_path):
     results = json.loads(path.read_text())
     results["config"]["from_grams"] = str(small_run / "grams")
     elsewhere = tmp_path / "tracecov_any_K.json"
@@ -291,7 +313,7 @@ def test_results_without_oracle_values_say_so(measured):
     assert {"vanilla", "GRPO"} < set(lines(ax)) and "oracle V(x)" not in lines(ax)
 
 
-def test_at_any_group_size_a_floor_that_is_missing_is_said_below_the_axis(measured):
+def test_missing_floor_is_named_below_the_axis_at_any_size(measured):
     bare = replace(measured, grams=replace(measured.grams, best_trace="there is only one block"))
     _, ax = plot_any_group_size(bare)
     assert notes(ax) == "floor b*(x) not computed: raise --M or lower --block_size"

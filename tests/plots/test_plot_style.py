@@ -16,17 +16,18 @@ from test_plot_group_size import law
 from test_plot_layers import deep
 from test_plot_tracecov import notes, results
 
+from Gradient_evaluation.runs.results import describe, describe_each
 from Gradient_evaluation.stats.estimators import label_of
-from plots.describe import describe, describe_each
+from plots.group_size import plot_group_size
 from plots.measurement import load_measurement
 from plots.plot_estimators import plot_any_group_size, plot_estimators, plot_ratio
-from plots.plot_group_size import plot_group_size
 from plots.plot_layers import plot_layers, plot_module_kinds
 from plots.plot_prompts import plot_prompt_traces, plot_variance_shares
 from plots.plot_scores import plot_best_baselines, plot_on_policy_check, plot_score_norms
-from plots.plot_tracecov import main, plot_by_estimator, plot_compared, plot_tracecov
+from plots.plot_tracecov import main
 from plots.plot_training import plot_by_group_size, plot_by_step
 from plots.style import COLOURS, COLUMN, CURVES, new_figure, numbered, save_figure
+from plots.tracecov import plot_by_estimator, plot_compared, plot_tracecov
 from plots.training_logs import Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +65,7 @@ def has_content(ax) -> bool:
     return bool(ax.lines or ax.patches or ax.collections)
 
 
-def test_it_draws_on_a_given_ax_alone_and_changes_no_global_state(draw):
+def test_it_draws_on_a_given_ax_and_changes_no_global_state(draw):
     before = dict(matplotlib.rcParams)
     figure, (left, right) = new_figure(2)
     assert draw(right) == (figure, right)
@@ -73,7 +74,7 @@ def test_it_draws_on_a_given_ax_alone_and_changes_no_global_state(draw):
     assert "matplotlib.pyplot" not in sys.modules or not sys.modules["matplotlib.pyplot"].get_fignums()
 
 
-def test_made_alone_it_is_one_column_wide_with_legible_letters_and_names_its_axes_and_n(draw):
+def test_alone_it_is_one_column_wide_legible_and_names_n(draw):
     figure, ax = draw()
     assert figure.get_size_inches()[0] == COLUMN
     figure.draw_without_rendering()
@@ -89,7 +90,7 @@ def test_it_is_written_as_vector_graphics_and_as_pixels(draw, tmp_path):
         assert save_figure(draw()[0], tmp_path / f"a.{suffix}").read_bytes().startswith(start)
 
 
-def test_curves_of_one_legend_differ_in_grey_by_marker_line_or_filling(draw):
+def test_curves_of_one_legend_differ_in_grey(draw):
     _, ax = draw()
     looks = []
     for handle in ax.get_legend_handles_labels()[0]:
@@ -168,7 +169,7 @@ def test_output_that_cannot_be_printed_is_one_line(tmp_path):
     assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith("error: what is printed")
 
 
-def test_a_curve_whose_name_begins_with_an_underscore_is_in_the_legend():
+def test_a_name_with_a_leading_underscore_is_in_the_legend():
     _, ax = plot_by_step(odd_runs())
     assert [text.get_text().strip() for text in ax.get_legend().get_texts()] == [*ODD[:3], "half ? a? name"]
 
@@ -199,14 +200,14 @@ def of(model="org/base", temperature=1.0, **more) -> dict:
         (of(scoring="published"), "base\ntemperature 1, top_p 0.95, published scoring"),
         (of(model="a$b$c"), "a$b$c\ntemperature 1, top_p 0.95"),  # not a formula
         (results(), ""),
-        ({"law": None, "config": [1]}, ""),
+        ({"law": None, "config": None}, ""),
     ],
 )
 def test_a_result_is_described_by_its_model_and_law(made, text):
     assert describe(made) == text
 
 
-def test_results_that_are_compared_are_described_by_what_they_differ_in():
+def test_compared_results_are_described_by_differences():
     few = describe_each([of(), of(table="outputs/few_shot/oracle.jsonl")])
     assert [text.split("\n")[-1] for text in few] == ["prompts of zero_shot/oracle.jsonl", "prompts of few_shot/oracle.jsonl"]
     longer = describe_each([of(), of(max_new_tokens=512)])
@@ -217,7 +218,7 @@ def test_results_that_are_compared_are_described_by_what_they_differ_in():
 SHOWN = ("naive", "grpo", "oracleV", "best_baseline")
 
 
-def test_two_results_are_compared_in_one_figure_with_one_legend_that_names_model_and_law():
+def test_compared_results_share_a_legend_of_model_and_law():
     figure, axes = plot_by_estimator([of(), of("org/instruct", 0.7, top_k=40)])
     assert [ax.get_title() for ax in axes] == [CURVES[name].label for name in SHOWN]
     assert not any(ax.get_legend() for ax in axes)
@@ -234,14 +235,14 @@ def test_two_results_are_compared_in_one_figure_with_one_legend_that_names_model
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_the_panels_of_a_comparison_are_of_one_size_and_evenly_spaced_above_the_legend(n):
+def test_panels_of_a_comparison_are_even_above_the_legend(n):
     figure, axes = plot_by_estimator([of()] * n)
     figure.draw_without_rendering()
     assert len(figure.legends[0].get_texts()) == n  # files of one name too
-    places = np.array([ax.get_position().bounds for ax in axes])  # left, bottom, width, height
-    assert places[:, 2:] == pytest.approx(np.tile(places[0, 2:], (4, 1)), rel=0.02)
-    assert places[:2, 1] == pytest.approx(places[0, 1]) and places[2:, 1] == pytest.approx(places[2, 1])
-    assert places[::2, 0] == pytest.approx(places[0, 0]) and places[1::2, 0] == pytest.approx(places[1, 0])
+    boxes = np.array([ax.get_position().bounds for ax in axes])  # left, bottom, width, height
+    assert boxes[:, 2:] == pytest.approx(np.tile(boxes[0, 2:], (4, 1)), rel=0.02)
+    assert boxes[:2, 1] == pytest.approx(boxes[0, 1]) and boxes[2:, 1] == pytest.approx(boxes[2, 1])
+    assert boxes[::2, 0] == pytest.approx(boxes[0, 0]) and boxes[1::2, 0] == pytest.approx(boxes[1, 0])
     assert figure.legends[0].get_window_extent().y1 <= min(ax.get_tightbbox().y0 for ax in axes)
 
 
@@ -252,8 +253,8 @@ def test_a_comparison_says_which_panel_lacks_the_floor():
     assert [notes(ax) for ax in axes] == [""] * 3 + ["not computed in 1 of 2 files: raise --M or lower --block_size"]
     figure, axes = plot_by_estimator([bare, bare])
     assert [ax.get_title() for ax in axes] == [CURVES[name].label for name in SHOWN[:3]]
-    (place,) = [ax for ax in figure.axes if ax not in axes]
-    assert notes(place) == "floor b*(x) not computed: raise --M or lower --block_size" and not place.axison
+    (cell,) = [ax for ax in figure.axes if ax not in axes]
+    assert notes(cell) == "floor b*(x) not computed: raise --M or lower --block_size" and not cell.axison
 
 
 def test_every_picture_calls_an_estimator_by_the_same_name(measured):

@@ -14,13 +14,12 @@ from test_plot_layers import deep
 from test_plot_tracecov import results as made_up
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.results import value_text
-from plots.describe import in_one_line
-from plots.make_report import NOTEBOOK, execute, main, to_html
-from plots.notebook import picture, setting, settings
-from plots.report_page import sections_of
+from Gradient_evaluation.runs.report import WIDTH, group_size_report, report, value_text, wrapped
+from Gradient_evaluation.runs.results import in_one_line
+from plots.make_report import main
+from plots.notebook import group_size_in_words, headline, mse_by_estimator, mse_table, picture, setting, settings
+from plots.report_page import NOTEBOOK, execute, sections_of, to_html
 from plots.style import new_figure
-from plots.summary import group_size_in_words, headline, mse_by_estimator, mse_table
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,7 +48,7 @@ def test_the_notebook_holds_no_outputs_and_says_which_kernel():
     assert json.loads(NOTEBOOK.read_text())["metadata"]["kernelspec"]["name"] == "python3"
 
 
-def test_every_cell_is_short_and_every_picture_is_explained_in_two_or_three_sentences():
+def test_cells_are_short_and_pictures_explained():
     before = ""
     pictures = 0
     for cell in cells():
@@ -115,7 +114,7 @@ def bare(small_run, tmp_path_factory):
     return execute({"RESULTS": str(path), "COMPARE": "", "TRAINING": ""}, folder=ROOT)
 
 
-def test_without_grams_law_layers_or_training_each_missing_part_is_one_line(bare):
+def test_each_missing_part_is_one_line(bare):
     assert len(images(bare)) == 3  # the paper's figure, the ratio and the estimators need no Grams
     reasons = [line for line in printed(bare).splitlines() if line.startswith("not shown: ")]
     assert len(reasons) == 9 and sum("there are no Grams beside tracecov_bare.json" in line for line in reasons) == 5
@@ -129,7 +128,7 @@ def words(page: str) -> str:
     return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
-def test_the_page_leaves_out_what_has_nothing_to_show_and_names_it_in_one_closing_line(bare):
+def test_page_names_what_it_leaves_out_in_a_closing_line(bare):
     page = to_html(bare, "title")
     headings = re.findall(r"<h2[^>]*>(.*?)<", page)
     assert headings == ["The paper's figure", "The numbers", "What not knowing V(x) costs", "Estimators beside each other"]
@@ -147,7 +146,7 @@ def test_the_page_leaves_out_what_has_nothing_to_show_and_names_it_in_one_closin
     assert len(images(bare)) == page.count("<img")
 
 
-def test_a_page_with_everything_has_no_closing_line_and_no_hints_to_its_author(full):
+def test_whole_page_has_no_closing_line_and_no_hints(full):
     page = words(to_html(full, "title"))
     for hint in ("COMPARE", "TRAINING", "Several results beside each other (", "Training (", "Where in the network? ("):
         assert hint not in page
@@ -156,7 +155,7 @@ def test_a_page_with_everything_has_no_closing_line_and_no_hints_to_its_author(f
     assert ("Not in this report" in page) == law_is_missing
 
 
-def test_of_a_section_that_shows_a_part_the_hint_is_cut_and_the_notebook_stays_as_it_was(full):
+def test_hint_is_cut_from_the_page_not_the_notebook(full):
     nbformat = pytest.importorskip("nbformat")
     made = nbformat.from_dict(json.loads(json.dumps(full)))
     (cell,) = [cell for cell in made["cells"] if "import plot_prompt_traces" in cell["source"]]
@@ -165,7 +164,7 @@ def test_of_a_section_that_shows_a_part_the_hint_is_cut_and_the_notebook_stays_a
     assert "not shown: half of it" in page and "do this" not in page and "do this" in cell["outputs"][0]["text"]
 
 
-def test_the_title_and_the_first_heading_are_those_given_and_there_is_one_first_heading(full):
+def test_title_and_the_only_first_heading_are_those_given(full):
     page = to_html(full, "m (temperature 1)")
     assert re.findall(r"<h1[^>]*>(.*?)</h1>", page, re.DOTALL) == ["m (temperature 1)"]
     assert "<title>m (temperature 1)</title>" in page
@@ -174,7 +173,7 @@ def test_the_title_and_the_first_heading_are_those_given_and_there_is_one_first_
     assert (in_one_line(made_up(law={"model": "m"}), "x"), in_one_line(made_up(), "x")) == ("m", "x")
 
 
-def test_the_table_holds_the_mse_of_every_estimator_with_its_intervals(small_run, full):
+def test_table_holds_the_mse_of_every_estimator(small_run, full):
     results = json.loads((small_run / "tracecov_tiny_model.json").read_text())
     table = mse_table(results)
     rows = re.findall(r"<tr><th>(.*?)</th>(.*?)</tr>", table)
@@ -203,7 +202,7 @@ def test_the_table_of_other_estimators_and_of_older_results():
     ]
 
 
-def test_the_table_prints_what_the_run_prints_an_end_that_is_rounding_of_0_too():
+def test_table_prints_what_the_run_prints():
     for value, interval, text in (
         (2.0, [-1e-15, 3.25], "2 [0, 3.25]"),
         (2.0, [-0.5, 3.0], "2 [-0.5, 3]"),
@@ -216,6 +215,23 @@ def test_the_table_prints_what_the_run_prints_an_end_that_is_rounding_of_0_too()
         }
         assert value_text(value, interval) == text
         assert value is None or f"<td>{text.replace(' [', '<br>[')}</td>" in mse_table(made)
+
+
+def test_lines_on_the_terminal_are_broken_tables_are_not(small_run):
+    results = json.loads((small_run / "tracecov_tiny_model.json").read_text())
+    text = report(results) + "\n" + group_size_report(results["group_size_law"], 64)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "12 prompts, 384 continuations" in " ".join(text.split())
+    assert wrapped("  a: " + "word " * 40).split("\n")[1].startswith("    word")
+    assert wrapped("  best  G") == "  best  G"  # columns keep their spaces
+
+
+def test_a_curve_below_the_floor_is_explained(small_run):
+    results = json.loads((small_run / "tracecov_tiny_model.json").read_text())
+    for floor, said in ((1e9, True), (-1e9, False)):
+        results["estimators"]["best_baseline"]["mse"] = [floor] * 3
+        assert ("errs upward" in report(results)) == said
+    assert "1 prompt," in report({**results, "n_prompts": 1})
 
 
 @pytest.mark.parametrize(
@@ -237,23 +253,26 @@ def test_the_table_prints_what_the_run_prints_an_end_that_is_rounding_of_0_too()
         ),
         (
             {"G_star": None, "reasons": {"G_star": "c1 is not above 0"}, "G_star_at_least": 5.11, "almost_best": [16, 128]},
-            "not computed (c1 is not above 0); the data support G* of at least 5.11 (one-sided 95%); as measured, G = 16 to 128 "
-            "are within 10% of the least MSE among powers of two",
+            "not computed (c1 is not above 0); the data support G* of at least 5.11 (one-sided 95%); as measured, G = 16 to "
+            "128 are within 10% of the least MSE among powers of two",
         ),
         (
             {"G_star": 9.0, "G_star_ci95": [4.0, None], "G_star_may_be_larger": True, "G_star_at_least": 4.5},
-            "G* = 9 [4, unbounded]; G* may well be larger, c1 is less than 3 standard errors above 0: the data support G* of at "
-            "least 4.5 (one-sided 95%)",
+            "G* = 9 [4, unbounded]; G* may well be larger, c1 is less than 3 standard errors above 0: the data support G* of "
+            "at least 4.5 (one-sided 95%)",
         ),
-        (None, "not computed (the results hold no law of the group size)"),
+        (None, "not computed (the results hold no group-size law)"),
     ],
 )
 def test_the_best_group_size_is_said_in_words(law, words):
     assert group_size_in_words(law) == f"best group size to train with: {words}"
 
 
-def test_the_best_group_size_is_the_first_thing_said_and_in_large_letters(full, bare):
-    for notebook, text in ((full, "Best group size to train with: "), (bare, "not computed (the results hold no law")):
+def test_best_group_size_comes_first_in_large_letters(full, bare):
+    for notebook, text in (
+        (full, "Best group size to train with: "),
+        (bare, "not computed (the results hold no group-size law"),
+    ):
         page = to_html(notebook, "title")
         (large,) = re.findall(r'<p style="font-size: 1.4em[^>]*>(.*?)</p>', page)
         assert text in html.unescape(large)
@@ -282,17 +301,17 @@ def test_the_report_is_one_file_that_needs_nothing_else(full):
     assert page.count(paper) == page.count(f'href="{paper}"') == 1
     assert page.count("<img") == len(images(full)) == page.count('alt="')
     assert "import" not in words(page)[:500] and "What a run of" in words(page)[:200]  # the code is left out
-    assert "The on-policy check" in page and "Traceback" not in page
+    assert "The on-policy check" in page and "Traceback" not in page and "\u00b6" not in page
 
 
 def test_a_damaged_gram_is_one_line_that_names_the_file(small_run, tmp_path):
-    place = tmp_path / "run"
-    shutil.copytree(small_run, place)
-    damaged = sorted((place / "grams").glob("*.npz"))[0]
+    folder = tmp_path / "run"
+    shutil.copytree(small_run, folder)
+    damaged = sorted((folder / "grams").glob("*.npz"))[0]
     damaged.write_text("no Gram")
     with pytest.raises(UserError, match=f"{damaged.name}: not a Gram file") as caught:
-        main([str(place / "tracecov_tiny_model.json")])
-    assert "\n" not in str(caught.value) and not list(place.glob("*.html"))
+        main([str(folder / "tracecov_tiny_model.json")])
+    assert "\n" not in str(caught.value) and not list(folder.glob("*.html"))
 
 
 def stub_environment(folder: Path) -> Path:
@@ -311,35 +330,35 @@ def stub_environment(folder: Path) -> Path:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_report_of_a_missing_file_is_one_line_and_fails(tmp_path):
-    place = stub_environment(tmp_path)
-    done = subprocess.run(["make", "report", "RESULTS=missing.json"], cwd=place, capture_output=True, text=True)
+    folder = stub_environment(tmp_path)
+    done = subprocess.run(["make", "report", "RESULTS=missing.json"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     ours = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert ours == ["error: missing.json: no such file; give a tracecov_*.json written by run_tracecov.py"]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_report_hands_on_any_path_as_it_is_and_several_in_quotes(tmp_path):
-    place = stub_environment(tmp_path)
-    (place / ".venv" / "bin" / "python").write_text('#!/bin/sh\nshift\nprintf "%s\\n" "$@"\n')
+def test_make_report_takes_any_path_and_several_in_quotes(tmp_path):
+    folder = stub_environment(tmp_path)
+    (folder / ".venv" / "bin" / "python").write_text('#!/bin/sh\nshift\nprintf "%s\\n" "$@"\n')
     odd = "a b'c\"d$e#f%g:\u4e2d.json"
-    (place / odd).touch()
+    (folder / odd).touch()
     for given, reported in (
         (odd, [odd]),
         ("x.json y.json", ["x.json", "y.json"]),
         ("'x y.json' z.json", ["x y.json", "z.json"]),
     ):
-        done = subprocess.run(["make", "report", f"RESULTS={given}"], cwd=place, capture_output=True, text=True)
+        done = subprocess.run(["make", "report", f"RESULTS={given}"], cwd=folder, capture_output=True, text=True)
         assert (done.returncode, done.stdout.splitlines()) == (0, reported), done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_report_writes_it_beside_the_results(small_run, tmp_path):
-    place = stub_environment(tmp_path)
+    folder = stub_environment(tmp_path)
     results = tmp_path / "mine" / "tracecov_tiny_model.json"
     shutil.copytree(small_run, results.parent)
-    done = subprocess.run(["make", "report", f"RESULTS={results}"], cwd=place, capture_output=True, text=True)
+    done = subprocess.run(["make", "report", f"RESULTS={results}"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(results.parent / "report_tiny_model.html")]
     assert (results.parent / "report_tiny_model.html").stat().st_size > 100_000
@@ -354,7 +373,7 @@ def test_make_report_writes_it_beside_the_results(small_run, tmp_path):
         (["RESULTS", "--training", "nowhere"], "--training nowhere: no such file or folder"),
     ],
 )
-def test_what_cannot_be_reported_is_refused_in_one_line_before_anything_runs(small_run, flags, message, monkeypatch):
+def test_what_cannot_be_reported_is_refused_in_one_line(small_run, flags, message, monkeypatch):
     monkeypatch.chdir(small_run)
     flags = [flag.replace("RESULTS", "tracecov_tiny_model.json") for flag in flags]
     with pytest.raises(UserError, match=re.escape(message)) as caught:

@@ -11,9 +11,9 @@ from scripts import FLAGS, call, one_line_error, read, rows_of
 from Gradient_evaluation import calculate_oracle_v, run_tracecov, utils
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.group_size_report import report as group_size_report
 from Gradient_evaluation.runs.oracle import oracle_columns
 from Gradient_evaluation.runs.oracle_table import load_oracle_table, rewards_of
+from Gradient_evaluation.runs.report import group_size_report
 from Gradient_evaluation.stats.summary import reduce_prompts
 from Gradient_evaluation.utils import Reward
 from plots.make_report import main as make_report

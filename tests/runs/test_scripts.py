@@ -373,10 +373,10 @@ def test_the_scripts_run_from_any_folder_and_end_errors_without_a_traceback(tmp_
         "Gradient_evaluation/run_tracecov.py",
         "data/prepare_parquet.py jsonl",
         "Policy_Optimization/train_group_sizes.py",
-        "plots/plot_tracecov.py",
-        "plots/plot_group_size.py",
+        "plots/plot_tracecov.py a.json --out a.pdf",
+        "plots/plot_group_size.py a.json --out a.pdf",
         "plots/plot_training.py run --out a.pdf",
-        "plots/make_report.py",
+        "plots/make_report.py a.json",
     ],
 )
 def test_a_python_without_the_packages_is_one_line(script):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_estimators import exact_pair_moments, leave_one_out
 
-from Gradient_evaluation.runs.group_size_report import budget_table, report
+from Gradient_evaluation.runs.report import budget_table, group_size_report
 from Gradient_evaluation.stats.best_size import best_group_size, best_integer, mse_times_budget, near_best
 from Gradient_evaluation.stats.blocks import pair_moments
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
@@ -386,7 +386,7 @@ def test_rewards_that_never_differ_have_no_best_group_size_and_say_why():
     for name in (*ANSWERS, *intervals, "almost_best", "more_prompts", "gradient_noise_scale"):
         assert law[name] is None and law["reasons"][name].startswith("no reward ever differed"), name
     assert law["relative_mse"]["value"] is None and "no reward ever differed" in law["reasons"]["relative_mse"]
-    assert "no best group size: no reward ever differed" in report(law, budget=64)
+    assert "no best group size: no reward ever differed" in group_size_report(law, budget=64)
     json.dumps(law, allow_nan=False)
 
 
@@ -403,7 +403,7 @@ def test_a_c3_that_is_not_above_zero_is_noise_and_never_the_answer_two(c1, c3):
     for name in (*ANSWERS, "almost_best"):
         assert law[name] is None and "c3" in law["reasons"][name] and "noise" in law["reasons"][name], name
     assert law["relative_mse"]["value"] is None and "noise" in law["reasons"]["relative_mse"]
-    text = report(law, budget=64)
+    text = group_size_report(law, budget=64)
     assert "no best group size: c3" in text and text.count("so this is noise") == 1 and "within 10%" not in text
     json.dumps(law, allow_nan=False)
 
@@ -455,14 +455,16 @@ def test_few_prompts_are_reasons_not_errors(n):
     assert ("needs at least two" if n == 1 else "fewer than 4") in law["reasons"]["G_star"]
     assert n > 1 or "needs at least two" in law["reasons"]["c1"] and "interval" in law["reasons"]["c2_ci95"]
     json.dumps(law, allow_nan=False)
-    assert "no best group size" in report(law, budget=64)
+    assert "no best group size" in group_size_report(law, budget=64)
 
 
 def test_records_without_sketches_say_so():
     *moments, _, values = plain_case()
     law = group_size_law_of((*moments, None, values))
     assert law["c1"] is None and "--sketch_dim" in law["reasons"]["c1"] and law["c3_ci95"] is not None
-    assert "--sketch_dim" in report(law) and all(name in law["reasons"] for name, value in law.items() if value is None)
+    assert "--sketch_dim" in group_size_report(law) and all(
+        name in law["reasons"] for name, value in law.items() if value is None
+    )
     json.dumps(law, allow_nan=False)
 
 
@@ -512,7 +514,7 @@ def test_a_silent_share_that_is_not_known_is_null_with_its_reason():
     law = group_size_law_of((*case, [coin(16)] * len(outcomes)), 20)
     assert "16 continuations" in law["reasons"]["silent_share.share"]
     assert [row["silent_share"] is None for row in budget_table(law, 32)] == [False] * 4 + [True]
-    assert "silent" in report(law, 32)
+    assert "silent" in group_size_report(law, 32)
 
 
 def test_the_budget_table_has_the_powers_of_two_that_fit_and_counts_what_is_really_used():
@@ -531,7 +533,7 @@ def test_the_budget_table_has_the_powers_of_two_that_fit_and_counts_what_is_real
 
 def test_the_report_states_constants_best_size_range_and_that_it_is_a_prediction():
     law = group_size_law_of(plain_case(mean=1.0), 100)
-    text = report(json.loads(json.dumps(law)), budget=32)
+    text = group_size_report(json.loads(json.dumps(law)), budget=32)
     for piece in (f"c1 = {law['c1']:.4g}", f"G* = {law['G_star']:.3g}", "within 10%", "sqrt(c3/c1)", "noise scale"):
         assert piece in text
     assert text.splitlines()[-1].startswith("This is a prediction") and "at 32 continuations" in text

@@ -1,0 +1,272 @@
+"""What a run prints at its end: the MSE by group size, the checks, and the group-size law in words.
+
+print(report(results))                                          the results of write_results
+print(group_size_report(results["group_size_law"], budget))     constants, G*, what another size costs
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+import numpy as np
+
+from Gradient_evaluation.runs.results import FLOOR
+from Gradient_evaluation.stats.estimators import DEFAULT, label_of
+from Gradient_evaluation.stats.group_size import PREDICTION
+
+WIDTH = 126  # letters of a line of text on the terminal; rows of a table may be longer
+
+
+def report(results: dict) -> str:
+    """MSE by K, the other estimators, the largest modules, the checks and the score norms."""
+    lines = [*_mse_table(results), *_notes(results), *_other_estimators(results), *_largest_modules(results)]
+    checks = [_on_policy(results["on_policy_check"]), _sampler_check(results.get("checks", {})), _norms(results)]
+    return "\n".join([*lines, *(wrapped(line) for line in checks if line)])
+
+
+def wrapped(text: str) -> str:
+    """The text, its long lines broken at ``WIDTH`` letters; what follows a break is indented."""
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
+    return "\n".join(lines)
+
+
+def _mse_table(results: dict) -> list[str]:
+    curves = {name: results["estimators"][name] for name in DEFAULT}
+    rows = [
+        f"{K:>4}" + "".join(f"{_cell(curve, 'mse', i):>30}" for curve in curves.values())
+        for i, K in enumerate(results["K_list"])
+    ]
+    return [
+        "MSE of the gradient estimate: mean over prompts of trace(Cov | x) [95% interval]",
+        "   K" + "".join(f"{label_of(name):>30}" for name in curves),
+        *rows,
+    ]
+
+
+def _notes(results: dict) -> list[str]:
+    """Why a column of the MSE table is empty, and what a curve below the floor means."""
+    reasons = {name: results["reasons"].get(f"estimators.{name}.mse") for name in DEFAULT}
+    lines = [wrapped(f"note: {name}: {reason}") for name, reason in reasons.items() if reason]
+    floor = results["estimators"][FLOOR]["mse"]
+    baselines_of_the_prompt = ("naive", "oracleV")
+    pairs = [pair for name in baselines_of_the_prompt for pair in zip(results["estimators"][name]["mse"], floor)]
+    if any(mse is not None and least is not None and mse < least for mse, least in pairs):
+        lines.append(
+            wrapped(
+                f"note: {label_of(FLOOR)} is an estimate that errs upward where a prompt has few blocks, so another column may "
+                "come out below it; more blocks (--M) bring it down"
+            )
+        )
+    return lines
+
+
+def _on_policy(check: dict) -> str:
+    error = "" if check["standard_error"] is None else f" +- {check['standard_error']:.1e}"
+    ratio = "not computed" if check["ratio"] is None else f"{check['ratio']:.1e}{error}"
+    line = (
+        f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (0 for right scores: an estimate below 0 is noise, one far above 0 "
+        "speaks against the scores; a small one alone does not show that they are right)"
+    )
+    return line + (f"\nwarning: {check['warning']}" if check.get("warning") else "")
+
+
+def _sampler_check(checks: dict) -> str:
+    compared = checks.get("sampler_check")
+    if not compared:
+        return ""
+    return (
+        f"sampler and scoring pass: log pi of {compared['tokens']} tokens differs by {compared['median_difference']:.1e}"
+        f" in the median, {compared['largest_difference']:.1e} at most (tolerance {compared['tolerance']:.1e})"
+    )
+
+
+def _norms(results: dict) -> str:
+    norms = results["score_norm_sq"]
+    kinds = {"right": "right answers", "wrong": "wrong answers"}
+    if "above V" in norms.get("split", ""):
+        kinds = {"right": "rewards above V(x)", "wrong": "rewards not above V(x)"}
+    means = {text: norms[name]["mean"] for name, text in kinds.items()}
+    shown = [f"{text} {'not computed' if mean is None else format(mean, '.4g')}" for text, mean in means.items()]
+    prompts = f"{results['n_prompts']} prompt{'' if results['n_prompts'] == 1 else 's'}"
+    return (
+        f"squared score norm E||g||^2: {', '.join(shown)}; mean over prompts of the squared gradient norm ||theta(x)||^2 = "
+        f"{results['theta_norm_sq']:.4g}; {prompts}, {results['n_continuations']} continuations"
+    )
+
+
+def _other_estimators(results: dict) -> list[str]:
+    others = {name: found for name, found in results["estimators"].items() if name not in DEFAULT}
+    if not others:
+        return []
+    cosines = (results.get("group_size_law") or {}).get("cosine_to_gradient") or {}
+    lines = [
+        "",
+        "other estimators: MSE | signal-to-noise ratio | K at which plain GRPO has that ratio | cosine to the gradient; - : "
+        "reasons in the results say why",
+    ]
+    if cosines:
+        largest = results["law"]["sketched_at"]
+        lines.append(f"(cosine: of the mean of groups of {largest}; without one the mean has the gradient's direction)")
+    for name, found in others.items():
+        lines.append(f"  {name}: {found['title']}")
+        cosine = cosines.get(name) or {"cosine": None, "ci95": None}
+        for i, K in enumerate(results["K_list"]):
+            cells = [_cell(found, part, i) for part in ("mse", "signal_to_noise", "effective_group_size")]
+            cells.append(value_text(cosine["cosine"], cosine["ci95"]))
+            each = found["continuations_per_group"][i]
+            dropped = "" if each is None or each <= K else f" | {each:.3g} continuations are sampled for a group that is kept"
+            lines.append(f"{K:>6}  " + " | ".join(f"{cell:>30}" for cell in cells) + dropped)
+    return [*lines, ""]
+
+
+def _largest_modules(results: dict, count: int = 5) -> list[str]:
+    """The modules with the largest share of GRPO's trace at the smallest K; [] without traces by module."""
+    if "by_layer" not in results:
+        return []
+    names, traces = results["by_layer"]["modules"], np.array(results["by_layer"]["trace_cov"]["grpo"][0])
+    whole = traces.sum()
+    lines = [f"share of the modules in GRPO's trace at K = {results['K_list'][0]} (all of them: by_layer in the results)"]
+    for index in np.argsort(-traces)[:count]:
+        share = f"{traces[index] / whole:.1%}" if whole > 0 else "-"
+        lines.append(f"{share:>8}  {names[index]}")
+    return lines
+
+
+def _cell(found: dict, quantity: str, i: int) -> str:
+    return value_text(found[quantity][i], found[f"{quantity}_ci95"][i])
+
+
+def value_text(value: float | None, interval: Sequence[float] | None) -> str:
+    """``"33.61 [25.44, 42.2]"``, without an interval the value alone, without a value ``"-"``."""
+    if value is None or interval is None:
+        return "-" if value is None else f"{value:.4g}"
+    low, high = (0.0 if abs(end) < 1e-12 * abs(value) else end for end in interval)  # rounding of a sum that is 0
+    return f"{value:.4g} [{low:.4g}, {high:.4g}]"
+
+
+# --- the group-size law ---
+
+
+def budget_table(law: dict, budget: int) -> list[dict]:
+    """Rows {G, B, continuations, mse, mse_ci95, silent_share} for G = 2, 4, 8, ... with B = budget // G prompts.
+
+    mse: predicted MSE of the minibatch gradient, ``mse_times_N`` over the B G continuations really used;
+    silent_share: the share of groups whose rewards are all equal. A value is None where ``law``, the group-size law, has none
+    (silent_share: where G is above the number of continuations of a prompt). ValueError for a budget below 2.
+    """
+    if budget < 2:
+        raise ValueError(f"a budget must hold one group of 2 continuations, got {budget}")
+    curve, silent, rows = law["curve"], law["silent_share"], []
+    for i, size in enumerate(silent["G"]):
+        if size > budget:
+            break
+        used, at = budget // size * size, curve["G"].index(size)
+        rows.append(
+            {
+                "G": size,
+                "B": budget // size,
+                "continuations": used,
+                "mse": None if curve["mse_times_N"] is None else curve["mse_times_N"][at] / used,
+                "mse_ci95": None if curve["ci95"] is None else [end / used for end in curve["ci95"][at]],
+                "silent_share": None if silent["share"] is None else silent["share"][i],
+            }
+        )
+    return rows
+
+
+def group_size_report(law: dict, budget: int | None = None) -> str:
+    """The group-size law in a few lines: constants, G*, what another size costs, the noise scale; the table of a budget."""
+    lines = [
+        f"Group-size law over {law['n_prompts']} prompt{'' if law['n_prompts'] == 1 else 's'}: MSE of the GRPO gradient = "
+        "(c1 G + c2 + c3/(G-1)) / N for N continuations in groups of G"
+    ]
+    lines += [
+        f"  {name} = {_number(law, name)}   {what}"
+        for name, what in (("c1", "between prompts"), ("c2", "per continuation"), ("c3", "small groups"))
+    ]
+    if law["G_star"] is None:
+        lines.append(f"  no best group size: {law['reasons']['G_star']}")
+        if law.get("G_star_at_least"):
+            lines.append(f"  G* is at least {law['G_star_at_least']:.3g} (one-sided 95%)")
+    else:
+        bound = law["G_star_paper_bound"]
+        beside = "" if bound is None else f"   (the paper's bound form sqrt(c3/c1): {bound:.3g})"
+        lines.append(f"  best group size G* = {_number(law, 'G_star', '.3g')}{beside}")
+        if law.get("G_star_may_be_larger"):
+            lines.append(f"  G* may well be larger: c1 is less than 3 standard errors above 0; {at_least(law)}")
+        lines.append(f"  within 10% of the least MSE: {_range(law)}")
+    lines += _relative(law)
+    lines.append(f"  gradient noise scale: {_noise_scale(law)}")
+    if budget is not None:
+        lines += ["", *_table(law, budget)]
+    return "\n".join(map(wrapped, [*lines, PREDICTION]))
+
+
+def at_least(law: dict) -> str:
+    """The lower bound that the data support: ``"the data support G* of at least 5.1 (one-sided 95%)"``."""
+    bound = law.get("G_star_at_least")
+    if bound is None:
+        return f"no lower bound ({(law.get('reasons') or {}).get('G_star_at_least', 'not in the results')})"
+    return f"the data support G* of at least {bound:.3g} (one-sided 95%)"
+
+
+def _relative(law: dict) -> list[str]:
+    """What a wrong size costs: the MSE at each power of two over the least of them, at the same number of continuations."""
+    table = law.get("relative_mse") or {}
+    if table.get("value") is None:
+        return []
+    lines = [f"  MSE at G over the MSE at G = {table['reference']}, at the same number of continuations [95% interval]:"]
+    for size, value, ends in zip(table["G"], table["value"], table["ci95"]):
+        lines.append(f"  {size:>5}  {value:.3g}" + ("" if size == table["reference"] else _ends(*ends)))
+    if law.get("almost_best"):
+        low, high = law["almost_best"]
+        sizes = f"G = {low} is" if low == high else f"G = {low} to {high} are"
+        lines.append(f"  {sizes} within 10% of the least of these powers of two")
+    return lines
+
+
+def _ends(low: float | None, high: float | None, form: str = ".3g") -> str:
+    return " [{}, {}]".format(*("unbounded" if end is None else f"{end:{form}}" for end in (low, high)))
+
+
+def _number(law: dict, name: str, form: str = ".4g") -> str:
+    if law[name] is None:
+        return f"not computed ({law['reasons'][name]})"
+    interval = law[f"{name}_ci95"]
+    if interval is None:
+        return f"{law[name]:{form}} (no interval: {law['reasons'][f'{name}_ci95']})"
+    return f"{law[name]:{form}}{_ends(*interval, form)}"
+
+
+def _range(law: dict) -> str:
+    if law["within_10_percent"] is None:
+        return f"not computed ({law['reasons']['within_10_percent']})"
+    low, high = law["within_10_percent"]
+    powers = ", ".join(str(power) for power in law["powers_of_two"]) or "none"
+    return f"G = {low} to {high}; powers of two among them: {powers}"
+
+
+def _noise_scale(law: dict) -> str:
+    if law["gradient_noise_scale"] is None:
+        why = law["reasons"]["gradient_noise_scale"]
+        return (
+            "not computed, as there is no best group size" if why == law["reasons"].get("G_star") else f"not computed ({why})"
+        )
+    return (
+        f"{_number(law, 'gradient_noise_scale', '.3g')} prompts at G = {law['gradient_noise_scale_G']} (a batch of so "
+        "many has a mean gradient as large as its noise)"
+    )
+
+
+def _table(law: dict, budget: int) -> list[str]:
+    lines = [f"  at {budget} continuations a step:", f"  {'G':>5} {'B':>5} {'MSE':>10}   {'95% interval':<22} silent"]
+    for row in budget_table(law, budget):
+        mse = "-" if row["mse"] is None else f"{row['mse']:.4g}"
+        interval = "-" if row["mse_ci95"] is None else "[{:.4g}, {:.4g}]".format(*row["mse_ci95"])
+        silent = "-" if row["silent_share"] is None else f"{row['silent_share']:.1%}"
+        lines.append(f"  {row['G']:>5} {row['B']:>5} {mse:>10}   {interval:<22} {silent:>6}")
+    return lines
