@@ -4,8 +4,15 @@ import numpy as np
 import pytest
 import torch
 from scripts import ORACLE, ROOT, ended, start, torchrun
-from test_sampling import PROMPT, frequencies_agree
-from tiny_models import enumerable_policy, enumerate_outcomes, random_continuations, tiny_model, tiny_tokenizer
+from tiny_models import (
+    PROMPT,
+    enumerable_policy,
+    enumerate_outcomes,
+    frequencies_agree,
+    random_continuations,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 from data.make_arithmetic import make_problems, write_jsonl
 from Gradient_evaluation.gram.score_gram import ScoreGram

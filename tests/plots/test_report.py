@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_plot_layers import deep
-from test_plot_tracecov import results as made_up
+from results_files import deep
+from results_files import results as made_up
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.results import value_text
@@ -237,13 +237,13 @@ def test_the_table_prints_what_the_run_prints_an_end_that_is_rounding_of_0_too()
         ),
         (
             {"G_star": None, "reasons": {"G_star": "c1 is not above 0"}, "G_star_at_least": 5.11, "almost_best": [16, 128]},
-            "not computed (c1 is not above 0); the data support G* of at least 5.11 (one-sided 95%); as measured, G = 16 to 128 "
-            "are within 10% of the least MSE among powers of two",
+            "not computed (c1 is not above 0); the data support G* of at least 5.11 (one-sided 95%); as measured, G = 16 to "
+            "128 are within 10% of the least MSE among powers of two",
         ),
         (
             {"G_star": 9.0, "G_star_ci95": [4.0, None], "G_star_may_be_larger": True, "G_star_at_least": 4.5},
-            "G* = 9 [4, unbounded]; G* may well be larger, c1 is less than 3 standard errors above 0: the data support G* of at "
-            "least 4.5 (one-sided 95%)",
+            "G* = 9 [4, unbounded]; G* may well be larger, c1 is less than 3 standard errors above 0: the data support G* of "
+            "at least 4.5 (one-sided 95%)",
         ),
         (None, "not computed (the results hold no law of the group size)"),
     ],

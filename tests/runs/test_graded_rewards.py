@@ -43,7 +43,7 @@ def measure(policy, problems, out, *more, capsys=None):
     )
 
 
-def test_both_scripts_the_results_and_every_picture_take_graded_rewards(graded_reward, policy, problems, tmp_path, capsys):
+def test_scripts_results_and_pictures_take_graded_rewards(graded_reward, policy, problems, tmp_path, capsys):
     code, out, err = measure(policy, problems, tmp_path, "--estimators", "all", "--budget", 16, capsys=capsys)
     assert code == 0, err
     assert "mean V" in out and ", from -" in out and "V = 0" not in out
@@ -91,7 +91,7 @@ def test_both_scripts_the_results_and_every_picture_take_graded_rewards(graded_r
 
 
 @pytest.mark.parametrize("bad, shown", [(float("nan"), "nan"), (float("inf"), "inf"), (None, "None"), ("yes", "'yes'")])
-def test_a_reward_that_is_no_finite_number_is_one_line_that_names_the_prompt(
+def test_a_reward_that_is_no_finite_number_names_the_prompt(
     bad, shown, monkeypatch, policy, problems, tmp_path, capsys
 ):
     monkeypatch.setitem(utils.REWARDS, "integer", Reward(utils.REWARDS["integer"].check, lambda text, gold: bad))
@@ -125,7 +125,7 @@ def table_of(tmp_path, **columns):
 
 
 @pytest.mark.parametrize("value", [-3.5, 1.2, 0.5, 70])
-def test_a_row_that_says_its_rewards_are_graded_may_have_any_finite_oracle_value(tmp_path, value):
+def test_a_graded_row_may_have_any_finite_oracle_value(tmp_path, value):
     path = table_of(tmp_path, V_oracle=value, n_oracle=10, correct_count=None, reward_values="graded")
     (row,) = load_oracle_table(path)
     assert row.oracle_value == value and row.correct_count is None
@@ -141,7 +141,7 @@ def test_a_row_that_says_its_rewards_are_graded_may_have_any_finite_oracle_value
         (dict(V_oracle=None, reward_values="graded"), "V_oracle is null"),
     ],
 )
-def test_without_that_column_an_oracle_value_outside_0_and_1_is_refused_as_before(tmp_path, columns, message):
+def test_other_rows_have_an_oracle_value_between_0_and_1(tmp_path, columns, message):
     with pytest.raises(UserError) as caught:
         load_oracle_table(table_of(tmp_path, **columns))
     assert message in str(caught.value) and "line 1" in str(caught.value)
@@ -151,14 +151,14 @@ def test_without_that_column_an_oracle_value_outside_0_and_1_is_refused_as_befor
 
 
 @pytest.mark.parametrize("n, right", [(1, 0), (256, 0), (256, 256), (64, 2), (1000, 400)])
-def test_the_standard_error_of_v_is_that_of_jeffreys_posterior_and_never_0(n, right):
+def test_the_standard_error_of_v_is_that_of_jeffreys_posterior(n, right):
     found = oracle_columns((np.arange(n) < right).astype(float), zero_one=True)
     draws = np.random.default_rng(0).beta(right + 0.5, n - right + 0.5, size=400_000)
     assert found["V_standard_error"] == pytest.approx(draws.std(), rel=0.01) and found["V_standard_error"] > 0
     assert found["V_oracle"] == right / n and found["correct_count"] == right and found["reward_values"] == "0/1"
 
 
-def test_the_standard_error_of_graded_rewards_is_the_samples_and_unknown_where_they_are_all_equal():
+def test_the_standard_error_of_graded_rewards_is_the_samples():
     found = oracle_columns(np.array([-0.5, 1.0, 0.25]), zero_one=False)
     assert found["V_standard_error"] == pytest.approx(np.std([-0.5, 1.0, 0.25], ddof=1) / np.sqrt(3))
     assert found["V_standard_error_kind"] == "sample" and found["correct_count"] is None
@@ -167,7 +167,7 @@ def test_the_standard_error_of_graded_rewards_is_the_samples_and_unknown_where_t
         assert found["V_standard_error"] is None and found["V_standard_error_kind"] == "unknown" and found["V_oracle"] == 0.1
 
 
-def test_results_of_an_earlier_version_are_computed_again_from_their_grams(policy, problems, tmp_path, capsys):
+def test_results_of_an_earlier_version_are_computed_again(policy, problems, tmp_path, capsys):
     assert measure(policy, problems, tmp_path, "--skip_plot")[0] == 0
     path = tmp_path / "tracecov_four tokens.json"
     results = read(path)
@@ -181,7 +181,7 @@ def test_results_of_an_earlier_version_are_computed_again_from_their_grams(polic
 # --- the split of score norms ---
 
 
-def test_score_norms_are_split_by_the_answer_for_rewards_of_0_and_1_and_by_v_for_others():
+def test_score_norms_are_split_by_the_answer_or_by_v():
     gram = np.diag([1.0, 2, 3, 4])
     split = {}
     for rewards in ([1, 1, 1, 0], [2, 2, 2, 0]):

@@ -78,7 +78,7 @@ def parsed(script, monkeypatch, *words):
 
 
 @pytest.mark.parametrize("script", FLAGS, ids=lambda script: script.__name__.rpartition(".")[2])
-def test_every_published_flag_keeps_its_name_its_values_and_its_default(script, monkeypatch):
+def test_every_published_flag_keeps_its_values_and_default(script, monkeypatch):
     needed = ["--oracle_table", "t.jsonl", "--save_json", "s"] if script is run_tracecov else []
     defaults = parsed(script, monkeypatch, *needed).config()
     for name, (values, default) in FLAGS[script].items():
@@ -91,7 +91,7 @@ def test_every_published_flag_keeps_its_name_its_values_and_its_default(script, 
         assert parsed(script, monkeypatch, *needed, "--skip_plot").skip_plot
 
 
-def test_without_a_folder_for_the_results_a_run_says_so_in_one_line(table, tmp_path, monkeypatch, capsys):
+def test_a_run_without_save_json_says_so_in_one_line(table, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for source in (("--oracle_table", table), ("--from_grams", tmp_path)):
         one_line_error(call(run_tracecov, *source, capsys=capsys), "--save_json", "required")
@@ -114,7 +114,7 @@ def published_choice(rows, seed, T, subsample=None):
     "n, T, subsample",
     [(40, 500, None), (40, 12, None), (40, 12, 20), (40, 500, 20), (40, 12, 40), (40, 12, 99), (7, 7, 1), (1000, 500, 600)],
 )
-def test_the_prompts_are_those_of_the_released_script_in_its_order(n, T, subsample):
+def test_the_prompts_are_those_of_the_released_script(n, T, subsample):
     rows = [{"prompt": i} for i in range(n)]
     for seed in (0, 1, 7):
         wanted = [row["prompt"] for row in published_choice(rows, seed, T, subsample)]
@@ -127,7 +127,7 @@ def test_fewer_prompts_are_the_first_of_more():
         assert tracecov_run.drawn(50, 8, subsample, 5) == more[:8] != sorted(more[:8])
 
 
-def test_a_run_measures_the_prompts_of_the_released_script_and_numbers_them_as_it_does(policy, table, tmp_path):
+def test_a_run_numbers_prompts_as_the_released_script_does(policy, table, tmp_path):
     flags, seen = ("--K_list", 4, "--M", 1, "--seed", 3), []
     for name, more, choice in (
         ("a", (), (400,)),
@@ -158,7 +158,7 @@ def test_a_run_measures_the_prompts_of_the_released_script_and_numbers_them_as_i
     assert read(tmp_path / "again" / "tracecov_four tokens_K4_detailed.json")["prompt_results"] == seen[2]
 
 
-def test_prompts_are_taken_in_the_drawn_order_and_more_of_them_keep_the_grams(policy, table, tmp_path, monkeypatch):
+def test_more_prompts_keep_the_grams_of_the_first(policy, table, tmp_path, monkeypatch):
     flags = ("--K_list", 4, "--M", 1, "--seed", 3)
     args = parsed(
         run_tracecov,
@@ -201,7 +201,7 @@ def as_of_old(out):
     detailed.write_text(json.dumps(detailed_rows(detailed)))
 
 
-def test_a_folder_begun_with_the_first_rows_goes_on_and_says_what_it_leaves_unused(policy, table, tmp_path, capsys):
+def test_a_folder_begun_with_the_first_rows_continues(policy, table, tmp_path, capsys):
     flags, results = ("--K_list", 4, "--M", 1, "--seed", 3), tmp_path / "all" / "tracecov_four tokens.json"
     assert tracecov(policy, table, tmp_path / "all", *flags)[0] == 0
     as_of_old(tmp_path / "all")
@@ -262,7 +262,7 @@ def published_curve(results_path):
     return curve
 
 
-def test_a_reader_of_the_released_format_computes_the_same_curve(small):
+def test_a_reader_of_the_released_format_has_the_same_curve(small):
     path = small / "tracecov_four tokens.json"
     curve = published_curve(path)
     assert {"naive", "grpo", "oracleV"} == set(curve)
@@ -270,13 +270,13 @@ def test_a_reader_of_the_released_format_computes_the_same_curve(small):
         assert curve[name] == pytest.approx(values)
 
 
-def test_what_the_detailed_file_held_before_is_still_in_its_rows(small):
+def test_the_detailed_file_has_what_it_had_before(small):
     for row in detailed_rows(small / "tracecov_four tokens_K4_detailed.json"):
         assert row["tr_cov"] == {name: row["trace_cov"][name] for name in ("naive", "grpo", "oracleV")}
         assert "best_baseline" in row["trace_cov"] and row["ground_truth"] == row["gold"] and "mean_reward" in row
 
 
-def test_a_ground_truth_that_is_text_is_an_integer_under_gold_where_it_is_one(policy, table, tmp_path):
+def test_a_ground_truth_in_text_is_an_integer_under_gold(policy, table, tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text(
         "".join(json.dumps({**row, "ground_truth": f"so\n#### {row['ground_truth']}"}) + "\n" for row in rows_of(table))
@@ -349,7 +349,7 @@ def test_the_commands_of_the_released_readme_run_as_they_stand(place, capsys):
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_released_readme_run_without_a_flag_more(place, capsys):
+def test_the_commands_of_the_released_readme_run(place, capsys):
     run_literally(place, {calculate_oracle_v: [], run_tracecov: []}, capsys)
 
 
@@ -369,7 +369,7 @@ RELEASED = {
 }
 
 
-def test_the_variables_of_the_released_training_script_mean_the_same_here():
+def test_variables_of_the_released_script_mean_the_same():
     settings = read_settings([], RELEASED)
     found = [
         settings.values[name]
@@ -398,7 +398,7 @@ def test_gpus_may_be_a_list_and_a_run_tag_ends_the_name():
     assert read_settings([], {"RUN_TAG": "first", "EXPERIMENT_NAME": "e1"}).experiment == "e1"
 
 
-def test_the_data_folder_holds_the_files_that_are_not_named_in_full(tmp_path):
+def test_files_without_a_folder_are_in_the_data_folder(tmp_path):
     (tmp_path / "test.parquet").touch()
     settings = read_settings([], {"DATA_DIR": str(tmp_path)})
     assert (settings.train_files, settings.val_files) == (str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet"))
@@ -419,7 +419,7 @@ def test_a_wrong_released_variable_is_refused_by_its_own_name(environment, messa
         read_settings([], environment)
 
 
-def test_what_a_released_variable_cannot_mean_here_is_said_in_a_line():
+def test_a_released_variable_without_meaning_is_one_line():
     pytest.importorskip("wandb")
     notes = check_settings(read_settings(["--model", "org/m"], {}), {"BASE": "/b", "REPO_DIR": "/r", "HOME": "/h"})
     assert [note.split(" ")[0] for note in notes if "paper's script" in note] == ["BASE", "REPO_DIR"]

@@ -4,10 +4,9 @@ import itertools
 import json
 
 import pytest
+from abstract_policy import make_records
 from scripts import call, one_line_error, oracle, read, tracecov
-from test_estimators import make_records
-from test_sampler_check import longrope_model
-from tiny_models import tiny_tokenizer
+from tiny_models import longrope_model, tiny_tokenizer
 
 from Gradient_evaluation import calculate_oracle_v
 from Gradient_evaluation.runs import measure as prompt_measurement

@@ -69,7 +69,7 @@ def truths():
     return [Truth(p, a) for p, a in zip(PROMPTS, ANSWERS)]
 
 
-def test_oracle_values_are_the_exact_ones_within_their_standard_error(table, truths):
+def test_oracle_values_are_exact_within_their_standard_error(table, truths):
     rows = rows_of(table)
     assert [row["prompt"] for row in rows] == PROMPTS
     assert any(0.05 < truth.V < 0.95 for truth in truths)
@@ -83,7 +83,7 @@ def test_oracle_values_are_the_exact_ones_within_their_standard_error(table, tru
         assert row["kind"] == "x" and row["temperature"] == 1.3 and row["top_p"] == 0.9 and row["model"] == "four tokens"
 
 
-def test_traces_at_every_group_size_are_the_exact_sums_within_their_error(measured, truths):
+def test_traces_at_every_group_size_are_the_exact_sums(measured, truths):
     records = list(gram_store.load_all(measured / "grams"))
     assert [record.prompt for record in records] == PROMPTS
     for record, truth in zip(records, truths):
@@ -106,7 +106,7 @@ def test_traces_at_every_group_size_are_the_exact_sums_within_their_error(measur
             assert abs(floor - truth.trace(K, best)) <= 4.5 * np.std(alone["oracleV"], ddof=1) / np.sqrt(len(blocks))
 
 
-def test_results_hold_the_published_keys_aligned_with_the_sorted_group_sizes(measured):
+def test_results_have_the_published_keys(measured):
     results = read(measured / "tracecov_four tokens.json")
     assert results["K_list"] == [2, 3, 4, 8]
     assert set(results["conditional_on_x"]) == {"naive", "grpo", "oracleV"}
@@ -118,7 +118,7 @@ def test_results_hold_the_published_keys_aligned_with_the_sorted_group_sizes(mea
         assert np.mean([row["trace_cov"][name] for row in detailed]) == pytest.approx(values[2])
 
 
-def test_exact_scoring_passes_the_on_policy_check_and_published_scoring_fails_it(measured, policy, table, tmp_path):
+def test_published_scoring_fails_the_on_policy_check(measured, policy, table, tmp_path):
     exact = read(measured / "tracecov_four tokens.json")["on_policy_check"]
     assert abs(exact["ratio"]) < 4 * exact["standard_error"]
     assert tracecov(policy, table, tmp_path, "--K_list", 8, "--M", 60, "--scoring", "published")[0] == 0
@@ -130,7 +130,7 @@ def test_exact_scoring_passes_the_on_policy_check_and_published_scoring_fails_it
     assert published["ratio"] > 20 * abs(exact["ratio"])
 
 
-def test_stored_grams_give_the_same_results_and_any_other_group_size_without_a_model(measured, tmp_path):
+def test_stored_grams_give_the_same_results_without_a_model(measured, tmp_path):
     code = call(run_tracecov, "--from_grams", measured / "grams", "--K_list", 2, 5, 8, "--save_json", tmp_path)[0]
     assert code == 0
     first, again = read(measured / "tracecov_four tokens.json"), read(tmp_path / "tracecov_four tokens.json")
@@ -141,13 +141,13 @@ def test_stored_grams_give_the_same_results_and_any_other_group_size_without_a_m
     assert (tmp_path / "tracecov_four tokens.png").stat().st_size > 1000
 
 
-def test_from_grams_of_a_folder_that_is_none_gives_advice_it_takes_and_leaves_nothing(tmp_path, capsys):
+def test_from_grams_of_no_grams_folder_says_what_to_give(tmp_path, capsys):
     code, _, err = call(run_tracecov, "--from_grams", tmp_path / "none", "--save_json", tmp_path / "out", capsys=capsys)
     assert code == 2 and "run.json: missing or damaged; give the grams folder of a finished run" in err
     assert "--overwrite" not in err and not (tmp_path / "out").exists()
 
 
-def test_a_run_that_finds_its_record_damaged_is_told_to_overwrite_and_can(policy, table, tmp_path, capsys):
+def test_a_run_with_a_damaged_identity_may_overwrite(policy, table, tmp_path, capsys):
     few = ("--K_list", 4, "--M", 4)
     assert tracecov(policy, table, tmp_path, *few)[0] == 0
     (tmp_path / "grams" / "run.json").write_text("{")
@@ -155,7 +155,7 @@ def test_a_run_that_finds_its_record_damaged_is_told_to_overwrite_and_can(policy
     assert tracecov(policy, table, tmp_path, *few, "--overwrite")[0] == 0
 
 
-def test_from_grams_says_which_flags_could_have_no_effect_and_keeps_what_made_the_grams(measured, tmp_path, capsys):
+def test_from_grams_refuses_flags_without_effect(measured, tmp_path, capsys):
     flags = ("--from_grams", measured / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path)
     for given in (("--M", 60), ("--temperature=1",), ("--model", "x"), ("--T", 3, "--seed", 1), ("--oracle_table", "t.jsonl")):
         names = [str(flag).partition("=")[0] for flag in given if str(flag).startswith("--")]
@@ -168,7 +168,7 @@ def test_from_grams_says_which_flags_could_have_no_effect_and_keeps_what_made_th
     assert config["gen_bs"] is None and config["K_list"] == [4] and made["K_list"] == [2, 3, 4, 8]
 
 
-def test_intervals_from_stored_grams_are_those_of_the_run_also_under_another_seed(policy, table, tmp_path):
+def test_intervals_from_stored_grams_are_those_of_the_run(policy, table, tmp_path):
     flags = ("--K_list", 4, "--M", 2)
     assert tracecov(policy, table, tmp_path / "a", *flags, "--seed", 5)[0] == 0
     assert (
@@ -181,7 +181,7 @@ def test_intervals_from_stored_grams_are_those_of_the_run_also_under_another_see
     assert again["conditional_on_x_ci95"] == first["conditional_on_x_ci95"] and again["bootstrap"]["seed"] == 5
 
 
-def test_a_wrong_flag_is_refused_before_the_libraries_are_imported():
+def test_a_wrong_flag_is_refused_before_the_large_imports():
     code = (
         "import runpy, sys\nsys.argv = [sys.argv[1], *sys.argv[2:]]\n"
         "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
@@ -212,7 +212,7 @@ def test_a_wrong_flag_is_refused_before_the_libraries_are_imported():
     assert done.returncode == 2 and re.fullmatch(r"error: --K_list: a group size must be at least 2, got 1\n", done.stderr)
 
 
-def test_continuations_do_not_depend_on_block_size_or_generation_batch(policy, table, tmp_path):
+def test_continuations_do_not_depend_on_batch_sizes(policy, table, tmp_path):
     small, large = tmp_path / "small", tmp_path / "large"
     assert tracecov(policy, table, small, "--K_list", 8, "--M", 3, "--block_size", 5, "--gen_bs", 3)[0] == 0
     assert tracecov(policy, table, large, "--K_list", 8, "--M", 3, "--gen_bs", 24)[0] == 0
@@ -251,7 +251,7 @@ def test_a_stopped_tracecov_run_continues_to_the_same_results(policy, table, tmp
     assert {**again, "seconds": 0} == {**results, "seconds": 0}
 
 
-def test_a_run_with_another_configuration_is_not_mixed_into_stored_results(policy, problems, table, tmp_path, capsys):
+def test_results_of_another_configuration_are_not_mixed_in(policy, problems, table, tmp_path, capsys):
     (tmp_path / table.name).write_bytes(table.read_bytes())
     one_line_error(oracle(policy, problems, tmp_path, "--seed", 1, capsys=capsys), "seed = 0", "1", "--overwrite")
     assert (tmp_path / table.name).read_bytes() == table.read_bytes()
@@ -270,7 +270,7 @@ def test_a_run_with_another_configuration_is_not_mixed_into_stored_results(polic
     assert tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--seed", 1, "--overwrite")[0] == 0
 
 
-def test_a_table_of_another_law_is_refused_and_taken_with_allow_mismatch(policy, table, tmp_path, capsys):
+def test_a_table_of_another_law_needs_allow_mismatch(policy, table, tmp_path, capsys):
     other = ["--temperature", "0.5", "--K_list", 4, "--M", 1]
     one_line_error(
         tracecov(policy, table, tmp_path / "a", *other, capsys=capsys), "temperature", "1.3", "0.5", "--allow_mismatch"
@@ -279,14 +279,14 @@ def test_a_table_of_another_law_is_refused_and_taken_with_allow_mismatch(policy,
     assert tracecov(policy, table, tmp_path / "a", *other, "--allow_mismatch")[0] == 0
 
 
-def test_a_table_made_with_other_weights_of_the_same_name_is_refused(table, tmp_path, capsys):
+def test_a_table_made_with_other_weights_is_refused(table, tmp_path, capsys):
     folder = tmp_path / "four tokens"
     enumerable_policy(vocabulary=4, seed=7).save_pretrained(folder)
     tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(folder)
     one_line_error(tracecov(folder, table, tmp_path / "a", "--K_list", 4, "--M", 1, capsys=capsys), "other weights")
 
 
-def test_a_table_of_the_published_script_is_taken_with_a_warning(policy, table, tmp_path, capsys):
+def test_a_table_of_the_published_script_gives_a_warning(policy, table, tmp_path, capsys):
     bare = tmp_path / "published.jsonl"
     keep = ("prompt", "ground_truth", "V_oracle", "n_oracle", "correct_count")
     bare.write_text("".join(json.dumps({k: row[k] for k in keep}) + "\n" for row in rows_of(table)))
@@ -351,7 +351,7 @@ def test_fewer_rows_than_T_average_over_the_rows_there_are(policy, table, tmp_pa
     assert len(detailed_rows(tmp_path / "b" / "tracecov_four tokens_K4_detailed.json")) == 3
 
 
-def test_the_scripts_run_from_any_folder_and_end_errors_without_a_traceback(tmp_path):
+def test_the_scripts_run_from_any_folder(tmp_path):
     for script in ("calculate_oracle_v.py", "run_tracecov.py"):
         path = ROOT / "Gradient_evaluation" / script
         shown = subprocess.run([sys.executable, path, "--help"], cwd=tmp_path, capture_output=True, text=True)
@@ -394,7 +394,7 @@ def test_a_module_of_ours_that_is_missing_keeps_its_traceback():
     assert done.returncode == 1 and "Traceback" in done.stderr
 
 
-def test_layers_add_up_to_the_whole_and_params_measures_the_layers_it_finds(policy, table, tmp_path, capsys):
+def test_layers_add_up_to_the_whole(policy, table, tmp_path, capsys):
     flags = ("--K_list", 4, 6, "--M", 2)
     assert tracecov(policy, table, tmp_path / "all", *flags, "--by_layer")[0] == 0
     printed = re.findall(r"^ +(-?[\d.]+)%  (\S+)$", capsys.readouterr().out, re.MULTILINE)
@@ -505,7 +505,7 @@ def test_more_estimators_come_by_name_and_from_stored_grams(policy, table, tmp_p
     )
 
 
-def test_a_prompt_of_which_no_group_is_kept_is_null_in_the_detailed_file(policy, table, tmp_path):
+def test_a_prompt_without_a_kept_group_is_null_in_the_details(policy, table, tmp_path):
     hopeless = tmp_path / "hopeless.jsonl"
     rows = [
         row if i else {**row, "ground_truth": 999, "V_oracle": 0.0, "correct_count": 0} for i, row in enumerate(rows_of(table))
@@ -517,7 +517,7 @@ def test_a_prompt_of_which_no_group_is_kept_is_null_in_the_detailed_file(policy,
     assert read(tmp_path / "a" / "tracecov_four tokens.json")["estimators"]["dapo"]["prompts_never_kept"] == [1]
 
 
-def test_sketches_are_the_true_gradients_and_the_group_size_law_follows_within_error(policy, table, tmp_path, truths, capsys):
+def test_sketches_are_the_true_gradients(policy, table, tmp_path, truths, capsys):
     code, out, _ = tracecov(
         policy,
         table,

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from Gradient_evaluation.stats.bootstrap import PromptBootstrap  # noqa: E402
-from Gradient_evaluation.stats.group_size import group_size_law, mse_times_budget  # noqa: E402
+from Gradient_evaluation.stats.bootstrap import PromptBootstrap
+from Gradient_evaluation.stats.group_size import group_size_law, mse_times_budget
 
 SPREADS = (0.5, 1.24, 2.0)
 PROMPTS = (4, 10, 12, 20, 40, 100)
