@@ -38,18 +38,9 @@ def only(text: str) -> Command:
 
 def test_the_readme_has_commands_of_every_script_a_person_runs():
     named = " ".join(command.text for command in COMMANDS)
-    for script in (
-        "calculate_oracle_v.py",
-        "run_tracecov.py",
-        "grpo_train.sh",
-        "sweep_group_size.sh",
-        "plot_tracecov.py",
-        "plot_group_size.py",
-        "plot_training.py",
-        "make_arithmetic.py",
-        "prepare_parquet.py",
-        "train_group_sizes.py",
-    ):
+    scripts = "calculate_oracle_v.py run_tracecov.py grpo_train.sh sweep_group_size.sh plot_tracecov.py plot_group_size.py"
+    more = "plot_training.py make_arithmetic.py prepare_parquet.py train_group_sizes.py"
+    for script in f"{scripts} {more}".split():
         assert script in named
     assert len(COMMANDS) >= 25
 
@@ -240,15 +231,8 @@ def run_it(command: Command, place: Path) -> None:
         return
     words = [sys.executable if re.search("python$", word) else word for word in command.words]
     if words[0] == "torchrun":  # two processes of this machine, whatever the README's machine has
-        words = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            *torchrun_flags(words[1:])[1],
-        ]
+        launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
+        words = [sys.executable, *launcher, *torchrun_flags(words[1:])[1]]
     done = subprocess.run(
         [*words, *flags], cwd=place, capture_output=True, text=True, env={**environment(), **command.variables}
     )

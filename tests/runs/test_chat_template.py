@@ -233,25 +233,9 @@ def oracle(place, *more, capsys=None):
 
 
 def tracecov(place, *more, capsys=None):
-    return call(
-        run_tracecov,
-        "--model",
-        place / "m",
-        "--oracle_table",
-        place / "o" / "oracle_v_n8_m.jsonl",
-        "--K_list",
-        4,
-        "--M",
-        1,
-        "--sketch_dim",
-        0,
-        "--skip_plot",
-        "--save_json",
-        place / "t",
-        *LAW,
-        *more,
-        capsys=capsys,
-    )
+    flags = ("--model", place / "m", "--oracle_table", place / "o" / "oracle_v_n8_m.jsonl", "--save_json", place / "t")
+    small = "--K_list 4 --M 1 --sketch_dim 0 --skip_plot".split()
+    return call(run_tracecov, *flags, *small, *LAW, *more, capsys=capsys)
 
 
 def test_a_run_under_a_template_that_prints_the_date_is_continued_the_next_day(tmp_path, on_day, capsys):

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scripts import FLAGS, call, one_line_error, read, rows_of
+from scripts import FLAGS, call, from_grams, one_line_error, oracle, read, rows_of
 
-from Gradient_evaluation import calculate_oracle_v, run_tracecov, utils
+from Gradient_evaluation import run_tracecov, utils
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.group_size_report import report as group_size_report
@@ -35,12 +35,10 @@ def graded_reward(monkeypatch):
 
 
 def measure(policy, problems, out, *more, capsys=None):
-    flags = ("--model", policy, *FLAGS)
-    assert call(calculate_oracle_v, "--dataset", problems, "--n_oracle", 60, "--out_dir", out, *flags)[0] == 0
-    table = out / "oracle_v_n60_four tokens.jsonl"
-    return call(
-        run_tracecov, "--oracle_table", table, "--save_json", out, "--K_list", 2, 4, "--M", 8, *flags, *more, capsys=capsys
-    )
+    """Both scripts, with the figure unless ``more`` says otherwise → (exit code, stdout, stderr) of the second."""
+    assert oracle(policy, problems, out, "--n_oracle", 60)[0] == 0
+    flags = ("--model", policy, "--oracle_table", out / "oracle_v_n60_four tokens.jsonl", "--save_json", out)
+    return call(run_tracecov, *flags, "--K_list", 2, 4, "--M", 8, *FLAGS, *more, capsys=capsys)
 
 
 def test_scripts_results_and_pictures_take_graded_rewards(graded_reward, policy, problems, tmp_path, capsys):
@@ -72,42 +70,15 @@ def test_scripts_results_and_pictures_take_graded_rewards(graded_reward, policy,
     make_report([str(tmp_path / "tracecov_four tokens.json"), "--out", str(tmp_path / "report.html")])
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
-    again = call(
-        run_tracecov,
-        "--from_grams",
-        tmp_path / "grams",
-        "--K_list",
-        2,
-        3,
-        "--estimators",
-        "all",
-        "--save_json",
-        tmp_path / "again",
-        capsys=capsys,
-    )
-    assert again[0] == 0
+    assert from_grams(tmp_path / "grams", tmp_path / "again", "--K_list", 2, 3, "--estimators", "all")[0] == 0
     other = read(tmp_path / "again" / "tracecov_four tokens.json")
     assert other["conditional_on_x"]["grpo"][0] == pytest.approx(results["conditional_on_x"]["grpo"][0])
 
 
 @pytest.mark.parametrize("bad, shown", [(float("nan"), "nan"), (float("inf"), "inf"), (None, "None"), ("yes", "'yes'")])
-def test_a_reward_that_is_no_finite_number_names_the_prompt(
-    bad, shown, monkeypatch, policy, problems, tmp_path, capsys
-):
+def test_a_reward_that_is_no_finite_number_names_the_prompt(bad, shown, monkeypatch, policy, problems, tmp_path, capsys):
     monkeypatch.setitem(utils.REWARDS, "integer", Reward(utils.REWARDS["integer"].check, lambda text, gold: bad))
-    outcome = call(
-        calculate_oracle_v,
-        "--model",
-        policy,
-        "--dataset",
-        problems,
-        "--n_oracle",
-        4,
-        "--out_dir",
-        tmp_path,
-        *FLAGS,
-        capsys=capsys,
-    )
+    outcome = oracle(policy, problems, tmp_path, "--n_oracle", 4, capsys=capsys)
     one_line_error(outcome, "line 1", "integer", shown, "finite number")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts import PROMPTS, call, detailed_rows, one_line_error, read, rows_of, tracecov
+from scripts import PROMPTS, call, detailed_rows, from_grams, one_line_error, read, rows_of, tracecov
 from tiny_models import tiny_tokenizer
 
 from data.make_arithmetic import make_problems
@@ -142,41 +142,15 @@ def test_a_run_numbers_prompts_as_the_released_script_does(policy, table, tmp_pa
         assert [row["table_row"] for row in found] == [PROMPTS.index(row["prompt"]) for row in found]
         seen.append(found)
     assert seen[0][:3] == seen[1] == seen[3]  # more prompts change nothing of the first
-    assert (
-        call(
-            run_tracecov,
-            "--from_grams",
-            tmp_path / "c" / "grams",
-            "--K_list",
-            4,
-            "--skip_plot",
-            "--save_json",
-            tmp_path / "again",
-        )[0]
-        == 0
-    )
+    assert from_grams(tmp_path / "c" / "grams", tmp_path / "again", "--K_list", 4)[0] == 0
     assert read(tmp_path / "again" / "tracecov_four tokens_K4_detailed.json")["prompt_results"] == seen[2]
 
 
 def test_more_prompts_keep_the_grams_of_the_first(policy, table, tmp_path, monkeypatch):
     flags = ("--K_list", 4, "--M", 1, "--seed", 3)
-    args = parsed(
-        run_tracecov,
-        monkeypatch,
-        "--model",
-        str(policy),
-        "--oracle_table",
-        "t",
-        "--save_json",
-        "s",
-        "--seed",
-        "3",
-        "--T",
-        "4",
-        "--max_new_tokens",
-        "2",
-    )
-    taken, _ = tracecov_run.choose_rows(load_oracle_table(table), args, tiny_tokenizer(("<eos>", "1", "2", "3")), Chat())
+    words = "--oracle_table t --save_json s --seed 3 --T 4 --max_new_tokens 2".split()
+    made = parsed(run_tracecov, monkeypatch, "--model", str(policy), *words)
+    taken, _ = tracecov_run.choose_rows(load_oracle_table(table), made, tiny_tokenizer(("<eos>", "1", "2", "3")), Chat())
     assert [row.prompt for _, row, _ in taken] == published_choice(PROMPTS, 3, 4)
     assert [index for index, _, _ in taken] == [PROMPTS.index(row.prompt) for _, row, _ in taken]
     assert tracecov(policy, table, tmp_path, *flags, "--T", 2)[0] == 0
@@ -217,9 +191,7 @@ def test_a_folder_begun_with_the_first_rows_continues(policy, table, tmp_path, c
     again = read(results)
     assert code == 0 and "note" not in err and {**again, "seconds": 0, "law": 0} == {**before, "seconds": 0, "law": 0}
     published_reader(tmp_path / "all" / "tracecov_four tokens_K4_detailed.json")
-    assert (
-        call(run_tracecov, "--from_grams", first / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path / "b")[0] == 0
-    )
+    assert from_grams(first / "grams", tmp_path / "b", "--K_list", 4)[0] == 0
     unknown = read(tmp_path / "b" / "tracecov_four tokens_K4_detailed.json")["prompt_results"]
     assert [row["prompt_index"] for row in unknown] == [None, None]
     code, _, err = tracecov(policy, table, first, *flags, "--T", 2, capsys=capsys)
@@ -298,11 +270,8 @@ def test_a_table_in_parquet_is_taken_as_the_same_in_jsonl(policy, table, tmp_pat
     pandas.DataFrame(rows).to_parquet(path)
     shutil.copy(table, tmp_path / "b.jsonl")
     flags = ("--K_list", 4, "--M", 1, "--T", 3)
-    assert (
-        tracecov(policy, path, tmp_path / "a", *flags)[0]
-        == tracecov(policy, tmp_path / "b.jsonl", tmp_path / "b", *flags)[0]
-        == 0
-    )
+    for out, source in (("a", path), ("b", tmp_path / "b.jsonl")):
+        assert tracecov(policy, source, tmp_path / out, *flags)[0] == 0
     first, second = (read(tmp_path / out / "tracecov_four tokens_K4_detailed.json") for out in "ab")
     assert first == second
 
@@ -371,20 +340,8 @@ RELEASED = {
 
 def test_variables_of_the_released_script_mean_the_same():
     settings = read_settings([], RELEASED)
-    found = [
-        settings.values[name]
-        for name in (
-            "model",
-            "train_files",
-            "val_files",
-            "gpus_per_node",
-            "gpu_memory_utilization",
-            "nnodes",
-            "group_size",
-            "experiment",
-            "project",
-        )
-    ]
+    names = "model train_files val_files gpus_per_node gpu_memory_utilization nnodes group_size experiment project".split()
+    found = [settings.values[name] for name in names]
     assert found == ["org/m", "/d/a.parquet", "/d/b.parquet", 4, 0.7, 1, 16, "e1", "p1"]
     made = dict(text.partition("=")[::2] for text in verl_overrides(settings))
     assert made["data.train_batch_size"] == "64" and made["actor_rollout_ref.actor.ppo_mini_batch_size"] == "16"

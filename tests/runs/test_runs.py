@@ -74,9 +74,7 @@ def test_a_finished_tracecov_run_loads_no_model(policy, table, undisturbed, tmp_
     assert {path for path in out.rglob("*") if path.is_file()} == set(before)
 
 
-def test_a_finished_run_of_other_weights_is_refused(
-    policy, problems, table, undisturbed, tmp_path, capsys
-):
+def test_a_finished_run_of_other_weights_is_refused(policy, problems, table, undisturbed, tmp_path, capsys):
     other = tmp_path / "four tokens"
     enumerable_policy(vocabulary=4, seed=7).save_pretrained(other)
     tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(other)
@@ -338,9 +336,7 @@ def test_a_batch_halves_until_it_fits_says_so_and_stays(error, capsys):
         batch.run(lambda size: torch.zeros(2) + torch.zeros(3), "line 6")
 
 
-def test_with_less_memory_blocks_and_batches_shrink(
-    policy, table, undisturbed, tmp_path, monkeypatch, capsys
-):
+def test_with_less_memory_blocks_and_batches_shrink(policy, table, undisturbed, tmp_path, monkeypatch, capsys):
     """A model that takes no more than five sequences at a time, as if on a small GPU."""
 
     def load(*args):
@@ -381,29 +377,14 @@ def test_max_memory_is_that_of_the_real_allocator(tmp_path):
     tiny_tokenizer(words).save_pretrained(folder)
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "1", "ground_truth": 1}) + "\n")
-    flags = [
-        ORACLE,
-        "--model",
-        folder,
-        "--dataset",
-        data,
-        "--n_oracle",
-        4096,
-        "--batch_size",
-        4096,
-        "--max_new_tokens",
-        1,
-        "--device",
-        "cpu",
-        "--top_p",
-        1.0,
-    ]
+    law = "--n_oracle 4096 --max_new_tokens 1 --device cpu --top_p 1 --batch_size 4096".split()
+    flags = [ORACLE, "--model", folder, "--dataset", data, *law]
     code, _, err = ended(start([*flags, "--out_dir", tmp_path / "a", "--max_memory", 0.01]))
     assert code == 2 and "--max_memory 0.01" in err and err.count("\n") == 1
     allowed = float(re.search(r"already takes ([\d.]+) GiB", err)[1]) + 0.5
     code, _, err = ended(start([*flags, "--out_dir", tmp_path / "a", "--max_memory", allowed]))
     assert code == 0 and "going on with" in err, err
-    assert ended(start([*flags[:-2], "--top_p", 1.0, "--batch_size", 128, "--out_dir", tmp_path / "b"]))[0] == 0
+    assert ended(start([*flags, "--batch_size", 128, "--out_dir", tmp_path / "b"]))[0] == 0
     (capped,), (free,) = (rows_of(tmp_path / out / "oracle_v_n4096_wide.jsonl") for out in "ab")
     # In float32 a draw next to the boundary of the right token may move with the batch; two of 4096 are unheard of.
     assert abs(capped["correct_count"] - free["correct_count"]) <= 1

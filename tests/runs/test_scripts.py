@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from scripts import ANSWERS, PROMPTS, ROOT, call, detailed_rows, one_line_error, oracle, read, rows_of, tracecov
+from scripts import ANSWERS, PROMPTS, ROOT, call, detailed_rows, from_grams, one_line_error, oracle, read, rows_of, tracecov
 from tiny_models import enumerable_policy, enumerate_outcomes, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
@@ -171,12 +171,7 @@ def test_from_grams_refuses_flags_without_effect(measured, tmp_path, capsys):
 def test_intervals_from_stored_grams_are_those_of_the_run(policy, table, tmp_path):
     flags = ("--K_list", 4, "--M", 2)
     assert tracecov(policy, table, tmp_path / "a", *flags, "--seed", 5)[0] == 0
-    assert (
-        call(
-            run_tracecov, "--from_grams", tmp_path / "a" / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path / "b"
-        )[0]
-        == 0
-    )
+    assert from_grams(tmp_path / "a" / "grams", tmp_path / "b", "--K_list", 4)[0] == 0
     first, again = (read(tmp_path / place / "tracecov_four tokens.json") for place in "ab")
     assert again["conditional_on_x_ci95"] == first["conditional_on_x_ci95"] and again["bootstrap"]["seed"] == 5
 
@@ -195,20 +190,12 @@ def test_a_wrong_flag_is_refused_before_the_large_imports():
             [sys.executable, "-c", code, ROOT / "Gradient_evaluation" / script, *flags], capture_output=True, text=True
         )
         assert done.stdout == "2\n" and len(done.stderr.splitlines()) == 1 and text in done.stderr, done.stderr
-    done = subprocess.run(
-        [
-            sys.executable,
-            ROOT / "Gradient_evaluation" / "run_tracecov.py",
-            "--oracle_table",
-            "t",
-            "--save_json",
-            "s",
-            "--K_list",
-            "1",
-        ],
-        capture_output=True,
-        text=True,
-    )
+    command = [
+        sys.executable,
+        ROOT / "Gradient_evaluation" / "run_tracecov.py",
+        *"--oracle_table t --save_json s --K_list 1".split(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and re.fullmatch(r"error: --K_list: a group size must be at least 2, got 1\n", done.stderr)
 
 
@@ -257,16 +244,9 @@ def test_results_of_another_configuration_are_not_mixed_in(policy, problems, tab
     assert (tmp_path / table.name).read_bytes() == table.read_bytes()
     assert tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2)[0] == 0
     capsys.readouterr()
-    one_line_error(
-        tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--scoring", "published", capsys=capsys),
-        "scoring = 'exact'",
-        "'published'",
-    )
-    one_line_error(
-        tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--gram_dtype", "bfloat16", capsys=capsys),
-        "gram_dtype = 'float32'",
-        "'bfloat16'",
-    )
+    for name, then, now in (("scoring", "exact", "published"), ("gram_dtype", "float32", "bfloat16")):
+        changed = tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, f"--{name}", now, capsys=capsys)
+        one_line_error(changed, f"{name} = '{then}'", f"'{now}'")
     assert tracecov(policy, table, tmp_path / "t", "--K_list", 4, "--M", 2, "--seed", 1, "--overwrite")[0] == 0
 
 
@@ -297,27 +277,14 @@ def test_a_table_of_the_published_script_gives_a_warning(policy, table, tmp_path
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--K_list", "1"),
-        ("--K_list", "0"),
-        ("--K_list", "-4"),
-        ("--M", "0"),
-        ("--T", "0"),
-        ("--top_p", "0"),
-        ("--top_p", "1.5"),
-        ("--temperature", "0"),
-        ("--top_p", "nan"),
-        ("--temperature", "inf"),
-        ("--max_new_tokens", "0"),
-        ("--block_size", "3"),
-        ("--gen_bs", "0"),
-        ("--device", "tpu9"),
-        ("--dtype", "int8"),
-        ("--no_such", "1"),
+        *("--K_list 1", "--K_list 0", "--K_list -4", "--M 0", "--T 0", "--top_p 0", "--top_p 1.5", "--temperature 0"),
+        *("--top_p nan", "--temperature inf", "--max_new_tokens 0", "--block_size 3", "--gen_bs 0", "--device tpu9"),
+        *("--dtype int8", "--no_such 1"),
     ],
 )
 def test_a_bad_flag_is_refused_by_name_before_any_work(policy, table, tmp_path, capsys, flags):
-    outcome = tracecov(policy, table, tmp_path / "out", "--K_list", "4", *flags, capsys=capsys)
-    one_line_error(outcome, flags[0])
+    outcome = tracecov(policy, table, tmp_path / "out", "--K_list", "4", *flags.split(), capsys=capsys)
+    one_line_error(outcome, flags.split()[0])
     assert not (tmp_path / "out").exists()
 
 
@@ -356,12 +323,8 @@ def test_the_scripts_run_from_any_folder(tmp_path):
         path = ROOT / "Gradient_evaluation" / script
         shown = subprocess.run([sys.executable, path, "--help"], cwd=tmp_path, capture_output=True, text=True)
         assert shown.returncode == 0 and "--max_new_tokens" in shown.stdout
-    bad = subprocess.run(
-        [sys.executable, path, "--oracle_table", "missing.jsonl", "--save_json", "a"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, path, "--oracle_table", "missing.jsonl", "--save_json", "a"]
+    bad = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert bad.returncode == 2 and "Traceback" not in bad.stderr and "missing.jsonl" in bad.stderr
     assert not list(tmp_path.iterdir())
 
@@ -413,20 +376,7 @@ def test_layers_add_up_to_the_whole(policy, table, tmp_path, capsys):
     assert len(chosen) == 2
     for name, values in part["conditional_on_x"].items():
         np.testing.assert_allclose(np.array(layers["trace_cov"][name])[:, chosen].sum(1), values, rtol=1e-9)
-    assert (
-        call(
-            run_tracecov,
-            "--from_grams",
-            tmp_path / "all" / "grams",
-            "--K_list",
-            4,
-            6,
-            "--skip_plot",
-            "--save_json",
-            tmp_path / "again",
-        )[0]
-        == 0
-    )
+    assert from_grams(tmp_path / "all" / "grams", tmp_path / "again", "--K_list", 4, 6)[0] == 0
     again = read(tmp_path / "again" / "tracecov_four tokens.json")["by_layer"]
     assert again["modules"] == layers["modules"] and again.keys() == layers.keys()
     for kind in ("trace_cov", "trace_cov_ci95"):
@@ -460,49 +410,19 @@ def test_more_estimators_come_by_name_and_from_stored_grams(policy, table, tmp_p
     assert {"rloo", "remax"}.isdisjoint(found["estimators"]) and len(found["estimators"]) >= 16
     assert all(value is not None for value in found["estimators"]["greedy"]["mse"])
     assert len(detailed_rows(tmp_path / "a" / "tracecov_four tokens_K4_detailed.json")[0]["trace_cov"]) >= 16
-    again = call(
-        run_tracecov,
-        "--from_grams",
-        tmp_path / "a" / "grams",
-        "--K_list",
-        2,
-        4,
-        "--skip_plot",
-        "--save_json",
-        tmp_path / "b",
-        "--estimators",
-        "rloo",
-        "std_verl",
-        "remax",
-    )
-    assert again[0] == 0
+    three = ("--estimators", "rloo", "std_verl", "remax")
+    assert from_grams(tmp_path / "a" / "grams", tmp_path / "b", "--K_list", 2, 4, *three)[0] == 0
     results = read(tmp_path / "b" / "tracecov_four tokens.json")
     for name in ("std_verl", "greedy"):
         assert results["estimators"][name] == found["estimators"][name]
     assert tracecov(policy, table, tmp_path / "c", *flags)[0] == 0
-    call(
-        run_tracecov,
-        "--from_grams",
-        tmp_path / "c" / "grams",
-        "--K_list",
-        4,
-        "--skip_plot",
-        "--save_json",
-        tmp_path / "d",
-        "--estimators",
-        "greedy",
-        "std_verl",
-    )
+    assert from_grams(tmp_path / "c" / "grams", tmp_path / "d", "--K_list", 4, "--estimators", "greedy", "std_verl")[0] == 0
     results = read(tmp_path / "d" / "tracecov_four tokens.json")
     assert results["estimators"]["greedy"]["mse"] == [None]
     assert "greedy" in results["reasons"]["estimators.greedy.mse"]
     assert results["estimators"]["std_verl"]["signal_to_noise"] == [None]  # blocks of 4 hold no two groups of 4
-    one_line_error(
-        tracecov(policy, table, tmp_path / "e", *flags, "--estimators", "gpro", capsys=capsys),
-        "--estimators",
-        "gpro",
-        "dr_grpo",
-    )
+    unknown = tracecov(policy, table, tmp_path / "e", *flags, "--estimators", "gpro", capsys=capsys)
+    one_line_error(unknown, "--estimators", "gpro", "dr_grpo")
 
 
 def test_a_prompt_without_a_kept_group_is_null_in_the_details(policy, table, tmp_path):
@@ -518,23 +438,8 @@ def test_a_prompt_without_a_kept_group_is_null_in_the_details(policy, table, tmp
 
 
 def test_sketches_are_the_true_gradients(policy, table, tmp_path, truths, capsys):
-    code, out, _ = tracecov(
-        policy,
-        table,
-        tmp_path,
-        "--K_list",
-        8,
-        "--M",
-        60,
-        "--sketch_dim",
-        1000,
-        "--budget",
-        64,
-        "--estimators",
-        "std_verl",
-        "length_normalised",
-        capsys=capsys,
-    )
+    flags = "--K_list 8 --M 60 --sketch_dim 1000 --budget 64 --estimators std_verl length_normalised".split()
+    code, out, _ = tracecov(policy, table, tmp_path, *flags, capsys=capsys)
     assert code == 0
     thetas = []
     for record, truth in zip(gram_store.load_all(tmp_path / "grams"), truths):
