@@ -50,8 +50,9 @@ clean:
 		{ echo "error: $(PYTHON) is older than 3.10; name a newer one: make PYTHON=python3.12 ..." >&2; exit 2; }
 	@$(PYTHON) -m venv .venv || \
 		{ echo "error: $(PYTHON) has no venv module; on Debian: apt install python3-venv" >&2; exit 2; }
-	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet -r requirements.txt
+	@echo "installing into .venv: about three minutes"
+	$(BIN)/pip install -qq --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install -qq --disable-pip-version-check -r requirements.txt
 	@touch $@
 
 # Real VERL training on the CPU (tests/verl_cpu): its own environment of 4 GB; train, kill, continue, measure.

@@ -82,6 +82,33 @@ def summary_of(records, K_list, n_bootstrap=2000, names=()) -> dict:
     return summarise(prompts, K_list, PromptBootstrap(len(prompts), n_bootstrap), names)
 
 
+def make_records(n_prompts=4, sizes=(5, 7), seed=0, **kinds):
+    """Records of random policies with blocks of ``sizes``; ``kinds``: of random_policy."""
+    generator = np.random.default_rng(seed)
+    policies = [random_policy(seed + number, **kinds) for number in range(n_prompts)]
+    return [
+        SimpleNamespace(oracle_value=policy.value, blocks=[sample_block(policy, size, generator) for size in sizes])
+        for policy in policies
+    ]
+
+
+def leave_one_out(scores, rewards, lengths):
+    """GRPO's estimate: the mean score times the reward less the mean of the others' rewards."""
+    size = rewards.shape[-1]
+    others = (rewards.sum(-1, keepdims=True) - rewards) / (size - 1)
+    return ((rewards - others)[..., None] * scores).mean(-2)
+
+
+def exact_pair_moments(policy) -> PairMoments:
+    """zeta's ingredients as sums over all pairs of outcomes, straight from the kernel's definition."""
+    scores, rewards = policy.scores, policy.rewards
+    kernel = (scores[:, None] - scores[None]) * (rewards[:, None] - rewards[None])[..., None] / 2
+    chance = policy.probs[:, None] * policy.probs[None]
+    given_first = np.einsum("j,ijd->id", policy.probs, kernel)
+    mean = policy.probs @ given_first
+    return PairMoments((chance * (kernel**2).sum(-1)).sum(), policy.probs @ (given_first**2).sum(-1), float(mean @ mean))
+
+
 def coin(n: int) -> RewardCounts:
     """As many rewards of 0 as of 1 among n continuations."""
     return RewardCounts(np.array([0, 1]), np.array([n // 2, n // 2]), np.ones(2))
@@ -104,3 +131,12 @@ def group_size_law_of(case, n_bootstrap=50, seed=0, layout=None, dim=None) -> di
     sketches = None if gradients is None else Sketches(gradients, layout, dim)
     bootstrap = PromptBootstrap(len(theta_sq), n_bootstrap, seed)
     return group_size_law(prompts_with(theta_sq, zeta1, zeta2, *outcomes), sketches, bootstrap)
+
+
+def plain_case(n=40, c1=1.0, c2=1.0, c3=9.0, spread=0.1, seed=0, mean=0.0):
+    """Prompts with given constants and a spread between prompts; whole gradients in 3 dimensions."""
+    generator = np.random.default_rng(seed)
+    noise = spread * generator.normal(size=(4, n))
+    gradients = mean + generator.normal(size=(n, 3)) * 0.05
+    theta_sq = c1 + 3 * mean**2 + noise[0]
+    return theta_sq, c2 / 4 + noise[1], (c3 + c2) / 2 + noise[2], gradients, [coin(512)] * n

@@ -16,36 +16,37 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from bench_growth import cost_growth, plot_cost  # noqa: E402
+from bench_growth import cost_growth, plot_cost
 from bench_measures import (
     FOLDER,
     ROOT,
     PeakMemory,
     interleaved,
     matmul_flops_per_second,
-    peak_memory,  # noqa: E402
+    peak_memory,
     seconds,
     smollm2,
     summary,
 )
-from bench_protocol import ESTIMATORS, RunningTraces, generate, ordinary_passes  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
+from bench_protocol import ESTIMATORS, RunningTraces, generate, ordinary_passes
+from torch.utils.flop_counter import FlopCounterMode
 
-from data.make_arithmetic import make_problems  # noqa: E402
-from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
-from Gradient_evaluation.gram.score_gram import ScoreGram  # noqa: E402
-from Gradient_evaluation.models import load_model, load_tokenizer, resolve_device, resolve_dtype  # noqa: E402
-from Gradient_evaluation.runs.memory import tune_allocator  # noqa: E402
-from Gradient_evaluation.sampling.generate import SamplingLaw, eos_token_ids, log_probs, sample_continuations, uniforms  # noqa: E402
-from Gradient_evaluation.stats import summary as estimators  # noqa: E402
-from Gradient_evaluation.utils import format_prompt, integer_reward  # noqa: E402
-from plots.style import save_figure  # noqa: E402
+from data.make_arithmetic import make_problems
+from Gradient_evaluation.cli import Parser, integer, run
+from Gradient_evaluation.gram.score_gram import ScoreGram
+from Gradient_evaluation.models import load_model, load_tokenizer, resolve_device, resolve_dtype
+from Gradient_evaluation.runs.memory import tune_allocator
+from Gradient_evaluation.sampling.generate import SamplingLaw, eos_token_ids, log_probs, sample_continuations, uniforms
+from Gradient_evaluation.stats import summary as estimators
+from Gradient_evaluation.utils import format_prompt, integer_reward
+from plots.style import save_figure
 
 LAW = SamplingLaw(top_p=0.95, max_new_tokens=32)
 K_LIST = (4, 8, 16, 32, 64)
@@ -152,9 +153,9 @@ def gram(subject: Subject, args) -> dict:
         with FlopCounterMode(display=False) as counter:
             grams.block(subject.prompt_ids, tokens(continuations))
         works = {
-            "block": lambda: grams.block(subject.prompt_ids, tokens(continuations)),
-            "forward_backward": lambda: ordinary_passes(*passes, 1),
-            "forward_3_backwards": lambda: ordinary_passes(*passes, 3),
+            "block": partial(grams.block, subject.prompt_ids, tokens(continuations)),
+            "forward_backward": partial(ordinary_passes, *passes, 1),
+            "forward_3_backwards": partial(ordinary_passes, *passes, 3),
         }
         if args.without_3_backwards:
             del works["forward_3_backwards"]
@@ -218,21 +219,9 @@ def memory(name: str, prompt_kind: str, args) -> dict:
     found = {}
     for size in args.blocks:
         for work in ("block", "checkpointed", "forward_backward", "published"):
-            found[f"{work}:{size}"] = peak_memory(
-                [
-                    "--model",
-                    name,
-                    "--prompts",
-                    prompt_kind,
-                    "--dtype",
-                    args.dtype,
-                    "--device",
-                    args.device,
-                    "--peak",
-                    f"{work}:{size}",
-                    *["--tuned"] * args.tuned,
-                ]
-            )
+            subject = ["--model", name, "--prompts", prompt_kind, "--dtype", args.dtype, "--device", args.device]
+            tuned = ["--tuned"] if args.tuned else []
+            found[f"{work}:{size}"] = peak_memory([*subject, "--peak", f"{work}:{size}", *tuned])
     return found
 
 
@@ -250,17 +239,17 @@ def efficiency(subject: Subject, clock: str, blocks: int = 8, groups: int = 24) 
         [[[_trace(q, z, c, name, size) for size in K_LIST] for name in ESTIMATORS] for q, z, c in zip(made, rewards, drawn)]
     )
     found = {}
+
+    def groups_of(size: int, traces: RunningTraces) -> None:
+        for _ in range(groups):
+            group = generate(subject.model, subject.prompt_ids, size, LAW, subject.eos)
+            texts = [subject.tokenizer.decode(list(c.tokens), skip_special_tokens=True) for c in group]
+            z = [integer_reward(text, subject.problem["ground_truth"]) for text in texts]
+            traces.add(subject.prompt_ids, group, torch.tensor(z, device=subject.device), 0.5, LAW, True)
+
     for j, size in enumerate(K_LIST):
         traces = RunningTraces(subject.model)
-
-        def groups_of_size():
-            for _ in range(groups):
-                group = generate(subject.model, subject.prompt_ids, size, LAW, subject.eos)
-                texts = [subject.tokenizer.decode(list(c.tokens), skip_special_tokens=True) for c in group]
-                z = [integer_reward(text, subject.problem["ground_truth"]) for text in texts]
-                traces.add(subject.prompt_ids, group, torch.tensor(z, device=subject.device), 0.5, LAW, True)
-
-        took = seconds(groups_of_size, subject.device, clock)
+        took = seconds(partial(groups_of, size, traces), subject.device, clock)
         added = np.array(traces.added)[1:]
         for e, name in enumerate(ESTIMATORS):
             theirs = added[:, e].var(ddof=1) / len(added)
@@ -275,8 +264,6 @@ def efficiency(subject: Subject, clock: str, blocks: int = 8, groups: int = 24) 
 
 
 def _trace(q, z, continuations, name: str, size: int) -> float:
-    from types import SimpleNamespace
-
     lengths = np.array([len(c.tokens) for c in continuations])
     record = SimpleNamespace(oracle_value=0.5, blocks=[(q, z, lengths)], prompt_id=0)
     return estimators.prompt_trace_covs(estimators.reduce_prompts([record]), size)[name][0]

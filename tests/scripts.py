@@ -1,4 +1,4 @@
-"""Both scripts as the tests run them, in this process or as processes of their own, and what they leave, read back."""
+"""How the tests run both scripts, in this process or as other processes, and read what they write."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from Gradient_evaluation import calculate_oracle_v, cli, run_tracecov
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS = ["13", "2", "321", "31", "122"]
 ANSWERS = [33, 22, 33, 11, 33]
-FLAGS = ["--dtype", "float64", "--device", "cpu", "--max_new_tokens", "2", "--top_p", "0.9", "--temperature", "1.3"]
+FLAGS = "--dtype float64 --device cpu --max_new_tokens 2 --top_p 0.9 --temperature 1.3".split()
 ORACLE, TRACECOV = (ROOT / "Gradient_evaluation" / name for name in ("calculate_oracle_v.py", "run_tracecov.py"))
 RESULTS = "tracecov_four tokens.json"
 
@@ -31,42 +31,23 @@ def call(script, *arguments, capsys=None):
 
 
 def one_line_error(outcome, *parts):
+    """``call`` ended with exit code 2 and one line on stderr that has every part."""
     code, _, err = outcome
     assert code == 2, err
     assert err.count("\n") == 1 and err.startswith("error: ") and all(part in err for part in parts), err
 
 
 def oracle(policy, problems, out, *more, capsys=None):
-    return call(
-        calculate_oracle_v,
-        "--model",
-        policy,
-        "--dataset",
-        problems,
-        "--n_oracle",
-        400,
-        "--out_dir",
-        out,
-        *FLAGS,
-        *more,
-        capsys=capsys,
-    )
+    return call(calculate_oracle_v, *oracle_flags(policy, problems, out, *more)[1:], capsys=capsys)
 
 
 def tracecov(policy, table, out, *more, capsys=None):
-    return call(
-        run_tracecov,
-        "--model",
-        policy,
-        "--oracle_table",
-        table,
-        "--save_json",
-        out,
-        "--skip_plot",
-        *FLAGS,
-        *more,
-        capsys=capsys,
-    )
+    model = ("--model", policy, "--oracle_table", table)
+    return call(run_tracecov, *model, "--save_json", out, "--skip_plot", *FLAGS, *more, capsys=capsys)
+
+
+def from_grams(grams, out, *more, capsys=None):
+    return call(run_tracecov, "--from_grams", grams, "--save_json", out, "--skip_plot", *more, capsys=capsys)
 
 
 def read(path):
@@ -87,27 +68,12 @@ def oracle_flags(policy, problems, out, *more):
 
 
 def tracecov_flags(policy, table, out, *more):
-    return [
-        TRACECOV,
-        "--model",
-        policy,
-        "--oracle_table",
-        table,
-        "--save_json",
-        out,
-        "--skip_plot",
-        "--K_list",
-        4,
-        8,
-        "--M",
-        3,
-        *FLAGS,
-        *more,
-    ]
+    made = ("--K_list", 4, 8, "--M", 3)
+    return [TRACECOV, "--model", policy, "--oracle_table", table, "--save_json", out, "--skip_plot", *made, *FLAGS, *more]
 
 
 def start(flags, **settings):
-    """One of the scripts as a process of its own."""
+    """One of the scripts as another process."""
     return subprocess.Popen(
         [sys.executable, *map(str, flags)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings
     )
@@ -141,7 +107,7 @@ def held_by(lock, process):
 
 
 def files_of(folder):
-    """{name: content} of a folder of results, without what tells the time or this command from the other."""
+    """{name: content} of a folder of results, without its times and paths."""
     found = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():

@@ -5,8 +5,15 @@ import pytest
 import torch
 from grams import block_of, score_gram, tokens
 from scripts import ORACLE, ROOT, ended, start, torchrun
-from test_sampling import PROMPT, frequencies_agree
-from tiny_models import enumerable_policy, enumerate_outcomes, random_continuations, tiny_model, tiny_tokenizer
+from tiny_models import (
+    PROMPT,
+    enumerable_policy,
+    enumerate_outcomes,
+    frequencies_agree,
+    random_continuations,
+    tiny_model,
+    tiny_tokenizer,
+)
 
 from data.make_arithmetic import make_problems, write_jsonl
 from Gradient_evaluation.models import resolve_device

@@ -7,6 +7,7 @@ per sample for the scores.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+PROMPT = [1, 3, 2]  # of an enumerable policy
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gemma", "gemma2", "gemma3_text", "olmo2", "gpt_neox", "phi3")
 
 
@@ -167,3 +169,29 @@ def random_continuations(seed: int, lengths, vocabulary: int = 40):
 
     rng = np.random.default_rng(seed)
     return [Continuation(tuple(int(t) for t in rng.integers(3, vocabulary, n)), False, "") for n in lengths]
+
+
+def draw(model, law, n, seed=0, batch_size=64, prompt=PROMPT, tokenizer=None):
+    """``n`` continuations as the oracle script draws them."""
+    from Gradient_evaluation.sampling.generate import sample_continuations, uniforms
+
+    u = uniforms(seed, "oracle", 7, 0, n, law.max_new_tokens)
+    return sample_continuations(model, tokenizer or tiny_tokenizer(), prompt, u, law, batch_size)
+
+
+def frequencies_agree(drawn, outcomes) -> None:
+    """Every outcome's frequency lies within 4.5 standard errors of its probability, none is impossible."""
+    n, counts = len(drawn), Counter(continuation.tokens for continuation in drawn)
+    assert set(counts) <= {outcome.tokens for outcome in outcomes}
+    for outcome in outcomes:
+        error = np.sqrt(outcome.probability * (1 - outcome.probability) / n) + 0.5 / n
+        assert abs(counts[outcome.tokens] / n - outcome.probability) < 4.5 * error
+
+
+def longrope_model():
+    """A model whose rotary factors change at 16 tokens."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0, "rope_theta": 10000.0}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 16, **factors}
+    model = tiny_model("phi3", dtype=torch.float32, rope_parameters=rope, original_max_position_embeddings=16)
+    model.generation_config.eos_token_id = None
+    return model

@@ -2,13 +2,24 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pandas
 import pytest
+from chat_templates import (
+    BOS_TEMPLATE,
+    CALLED,
+    CHAT,
+    DATED,
+    LLAMA_3,
+    PLAIN_TEMPLATE,
+    TOOL,
+    USER,
+    USES_TOOLS,
+    shown,
+    tiny_tokenizer,
+)
 from scripts import call, one_line_error, read, rows_of
-from test_prompting import BOS_TEMPLATE, CHAT, PLAIN_TEMPLATE, USER, shown, tiny_tokenizer
 
 from Gradient_evaluation import calculate_oracle_v, run_tracecov
 from Gradient_evaluation.chat_template import Chat, chat_of
@@ -16,37 +27,15 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.oracle_table import load_dataset_rows
 from Gradient_evaluation.utils import format_prompt
 
-TOOL = {
-    "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
-}
-CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
-CALLED = [
-    *USER,
-    {"role": "assistant", "content": None, "tool_calls": [CALL]},
-    {"role": "tool", "content": "5", "tool_call_id": "c1", "name": "add"},
-]
-USES_TOOLS = (
-    "{% if tools %}<tools>{{ tools | tojson }}</tools>{{ '\n' }}{% endif %}"
-    "{% for m in messages %}[{{ m['role'] }}]"
-    "{% if m.reasoning_content is defined %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-    "{% if m.content is not none %}{{ m['content'] }}{% endif %}"
-    "{% for call in m.tool_calls or [] %}<call>{{ call.function | tojson }}</call>{% endfor %}"
-    "{% if 'tool_call_id' in m %}({{ m.tool_call_id }} of {{ m.name }}){% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% if enable_thinking is defined and not enable_thinking %}<think></think>"
-    "{% endif %}{% endif %}"
-)
-DATED = "Today is {{ strftime_now('%d %b %Y') }}.\n" + PLAIN_TEMPLATE
-LLAMA_3 = (
-    "{%- if not date_string is defined %}{%- set date_string = strftime_now('%d %b %Y') %}{%- endif %}"
-    "Today is {{ date_string }}.\n" + PLAIN_TEMPLATE
-)
 CALLED_TEXT = (
     '[user]2+3?\n[assistant]<call>{"name": "add", "arguments": {"a": 2, "b": 3}}</call>\n[tool]5(c1 of add)\n[assistant]'
 )
 
 
-def rendered(template, prompt, tools=(), chat=Chat()):
+NO_VARIABLES = Chat()
+
+
+def rendered(template, prompt, tools=(), chat=NO_VARIABLES):
     tokenizer = tiny_tokenizer(template=template)
     return "".join(tokenizer.convert_ids_to_tokens(format_prompt(tokenizer, prompt, tools, chat)))
 
@@ -188,19 +177,6 @@ def test_a_flag_that_is_no_json_object_is_refused(text, capsys):
 # the date
 
 
-@pytest.fixture
-def on_day(monkeypatch):
-    """on_day(0) and on_day(1): this process's clock, one day apart whatever the hour (time zones 24 hours apart)."""
-
-    def move(day):
-        monkeypatch.setenv("TZ", "AAA+12" if day == 0 else "BBB-12")
-        time.tzset()
-
-    yield move
-    monkeypatch.undo()
-    time.tzset()
-
-
 @pytest.mark.parametrize("template", [DATED, LLAMA_3])
 def test_a_pinned_date_is_printed_on_every_day(on_day, capsys, template):
     tokenizer = tiny_tokenizer(template=template)
@@ -257,25 +233,9 @@ def oracle(place, *more, capsys=None):
 
 
 def tracecov(place, *more, capsys=None):
-    return call(
-        run_tracecov,
-        "--model",
-        place / "m",
-        "--oracle_table",
-        place / "o" / "oracle_v_n8_m.jsonl",
-        "--K_list",
-        4,
-        "--M",
-        1,
-        "--sketch_dim",
-        0,
-        "--skip_plot",
-        "--save_json",
-        place / "t",
-        *LAW,
-        *more,
-        capsys=capsys,
-    )
+    flags = ("--model", place / "m", "--oracle_table", place / "o" / "oracle_v_n8_m.jsonl", "--save_json", place / "t")
+    small = "--K_list 4 --M 1 --sketch_dim 0 --skip_plot".split()
+    return call(run_tracecov, *flags, *small, *LAW, *more, capsys=capsys)
 
 
 def test_a_run_under_a_template_that_prints_the_date_is_continued_the_next_day(tmp_path, on_day, capsys):

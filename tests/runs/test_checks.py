@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from grams import score_gram, tokens
-from test_sampling import draw
-from tiny_models import FAMILIES, tiny_model, tiny_tokenizer
+from tiny_models import FAMILIES, draw, longrope_model, tiny_model, tiny_tokenizer
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import crosses_rope_length, rope_length
@@ -204,22 +203,6 @@ def test_the_edge_of_a_nucleus_with_ties_is_no_false_alarm():
     for top_p in (0.3, 0.7, 0.95):
         law = SamplingLaw(top_p=top_p, max_new_tokens=12)
         checked(model, drawn_by(model, law, n=64), law)
-
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [4.0] * 4,
-    "original_max_position_embeddings": 16,
-    "factor": 4.0,
-}
-
-
-def longrope_model():
-    model = tiny_model("phi3", dtype=torch.float32, rope_parameters=LONGROPE, original_max_position_embeddings=16)
-    model.generation_config.eos_token_id = None
-    return model
 
 
 @pytest.mark.parametrize("length,one_law", [(4, True), (5, True), (6, False), (16, False), (17, True), (40, True)])

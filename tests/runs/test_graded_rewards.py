@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from abstract_policy import summary_of
-from scripts import FLAGS, call, one_line_error, read, rows_of
+from scripts import FLAGS, call, from_grams, one_line_error, oracle, read, rows_of
 
-from Gradient_evaluation import calculate_oracle_v, run_tracecov, utils
+from Gradient_evaluation import run_tracecov, utils
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.oracle import oracle_columns
@@ -36,15 +36,13 @@ def graded_reward(monkeypatch):
 
 
 def measure(policy, problems, out, *more, capsys=None):
-    flags = ("--model", policy, *FLAGS)
-    assert call(calculate_oracle_v, "--dataset", problems, "--n_oracle", 60, "--out_dir", out, *flags)[0] == 0
-    table = out / "oracle_v_n60_four tokens.jsonl"
-    return call(
-        run_tracecov, "--oracle_table", table, "--save_json", out, "--K_list", 2, 4, "--M", 8, *flags, *more, capsys=capsys
-    )
+    """Both scripts, with the figure unless ``more`` says otherwise → (exit code, stdout, stderr) of the second."""
+    assert oracle(policy, problems, out, "--n_oracle", 60)[0] == 0
+    flags = ("--model", policy, "--oracle_table", out / "oracle_v_n60_four tokens.jsonl", "--save_json", out)
+    return call(run_tracecov, *flags, "--K_list", 2, 4, "--M", 8, *FLAGS, *more, capsys=capsys)
 
 
-def test_both_scripts_the_results_and_every_picture_take_graded_rewards(graded_reward, policy, problems, tmp_path, capsys):
+def test_scripts_results_and_pictures_take_graded_rewards(graded_reward, policy, problems, tmp_path, capsys):
     code, out, err = measure(policy, problems, tmp_path, "--estimators", "all", "--budget", 16, capsys=capsys)
     assert code == 0, err
     assert "mean V" in out and ", from -" in out and "V = 0" not in out
@@ -73,42 +71,15 @@ def test_both_scripts_the_results_and_every_picture_take_graded_rewards(graded_r
     make_report([str(tmp_path / "tracecov_four tokens.json"), "--out", str(tmp_path / "report.html")])
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
-    again = call(
-        run_tracecov,
-        "--from_grams",
-        tmp_path / "grams",
-        "--K_list",
-        2,
-        3,
-        "--estimators",
-        "all",
-        "--save_json",
-        tmp_path / "again",
-        capsys=capsys,
-    )
-    assert again[0] == 0
+    assert from_grams(tmp_path / "grams", tmp_path / "again", "--K_list", 2, 3, "--estimators", "all")[0] == 0
     other = read(tmp_path / "again" / "tracecov_four tokens.json")
     assert other["conditional_on_x"]["grpo"][0] == pytest.approx(results["conditional_on_x"]["grpo"][0])
 
 
 @pytest.mark.parametrize("bad, shown", [(float("nan"), "nan"), (float("inf"), "inf"), (None, "None"), ("yes", "'yes'")])
-def test_a_reward_that_is_no_finite_number_is_one_line_that_names_the_prompt(
-    bad, shown, monkeypatch, policy, problems, tmp_path, capsys
-):
+def test_a_reward_that_is_no_finite_number_names_the_prompt(bad, shown, monkeypatch, policy, problems, tmp_path, capsys):
     monkeypatch.setitem(utils.REWARDS, "integer", Reward(utils.REWARDS["integer"].check, lambda text, gold: bad))
-    outcome = call(
-        calculate_oracle_v,
-        "--model",
-        policy,
-        "--dataset",
-        problems,
-        "--n_oracle",
-        4,
-        "--out_dir",
-        tmp_path,
-        *FLAGS,
-        capsys=capsys,
-    )
+    outcome = oracle(policy, problems, tmp_path, "--n_oracle", 4, capsys=capsys)
     one_line_error(outcome, "line 1", "integer", shown, "finite number")
 
 
@@ -126,7 +97,7 @@ def table_of(tmp_path, **columns):
 
 
 @pytest.mark.parametrize("value", [-3.5, 1.2, 0.5, 70])
-def test_a_row_that_says_its_rewards_are_graded_may_have_any_finite_oracle_value(tmp_path, value):
+def test_a_graded_row_may_have_any_finite_oracle_value(tmp_path, value):
     path = table_of(tmp_path, V_oracle=value, n_oracle=10, correct_count=None, reward_values="graded")
     (row,) = load_oracle_table(path)
     assert row.oracle_value == value and row.correct_count is None
@@ -142,7 +113,7 @@ def test_a_row_that_says_its_rewards_are_graded_may_have_any_finite_oracle_value
         (dict(V_oracle=None, reward_values="graded"), "V_oracle is null"),
     ],
 )
-def test_without_that_column_an_oracle_value_outside_0_and_1_is_refused_as_before(tmp_path, columns, message):
+def test_other_rows_have_an_oracle_value_between_0_and_1(tmp_path, columns, message):
     with pytest.raises(UserError) as caught:
         load_oracle_table(table_of(tmp_path, **columns))
     assert message in str(caught.value) and "line 1" in str(caught.value)
@@ -152,14 +123,14 @@ def test_without_that_column_an_oracle_value_outside_0_and_1_is_refused_as_befor
 
 
 @pytest.mark.parametrize("n, right", [(1, 0), (256, 0), (256, 256), (64, 2), (1000, 400)])
-def test_the_standard_error_of_v_is_that_of_jeffreys_posterior_and_never_0(n, right):
+def test_the_standard_error_of_v_is_that_of_jeffreys_posterior(n, right):
     found = oracle_columns((np.arange(n) < right).astype(float), zero_one=True)
     draws = np.random.default_rng(0).beta(right + 0.5, n - right + 0.5, size=400_000)
     assert found["V_standard_error"] == pytest.approx(draws.std(), rel=0.01) and found["V_standard_error"] > 0
     assert found["V_oracle"] == right / n and found["correct_count"] == right and found["reward_values"] == "0/1"
 
 
-def test_the_standard_error_of_graded_rewards_is_the_samples_and_unknown_where_they_are_all_equal():
+def test_the_standard_error_of_graded_rewards_is_the_samples():
     found = oracle_columns(np.array([-0.5, 1.0, 0.25]), zero_one=False)
     assert found["V_standard_error"] == pytest.approx(np.std([-0.5, 1.0, 0.25], ddof=1) / np.sqrt(3))
     assert found["V_standard_error_kind"] == "sample" and found["correct_count"] is None
@@ -168,7 +139,7 @@ def test_the_standard_error_of_graded_rewards_is_the_samples_and_unknown_where_t
         assert found["V_standard_error"] is None and found["V_standard_error_kind"] == "unknown" and found["V_oracle"] == 0.1
 
 
-def test_results_of_an_earlier_version_are_computed_again_from_their_grams(policy, problems, tmp_path, capsys):
+def test_results_of_an_earlier_version_are_computed_again(policy, problems, tmp_path, capsys):
     assert measure(policy, problems, tmp_path, "--skip_plot")[0] == 0
     path = tmp_path / "tracecov_four tokens.json"
     results = read(path)
@@ -182,7 +153,7 @@ def test_results_of_an_earlier_version_are_computed_again_from_their_grams(polic
 # --- the split of score norms ---
 
 
-def test_score_norms_are_split_by_the_answer_for_rewards_of_0_and_1_and_by_v_for_others():
+def test_score_norms_are_split_by_the_answer_or_by_v():
     gram = np.diag([1.0, 2, 3, 4])
     split = {}
     for rewards in ([1, 1, 1, 0], [2, 2, 2, 0]):

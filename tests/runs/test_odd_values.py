@@ -29,7 +29,7 @@ HUGE = "99999999999"
         (calculate_oracle_v, ("--max_new_tokens", HUGE * 3)),
     ],
 )
-def test_a_number_beyond_any_machine_is_refused_by_the_name_of_its_flag(script, flags, capsys):
+def test_a_number_beyond_any_machine_is_refused_by_its_flag(script, flags, capsys):
     code, _, err = call(script, *(("--oracle_table", "t") if script is run_tracecov else ()), *flags, capsys=capsys)
     assert code == 2 and len(err.splitlines()) == 1 and flags[-2] in err
 

@@ -2,45 +2,17 @@
 
 import numpy as np
 import pytest
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from chat_templates import BOS_TEMPLATE, CHAT, EOS, PLAIN_TEMPLATE, USER, shown, tiny_tokenizer
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.utils import format_prompt, normalise_prompt
 
-BOS, EOS = "<s>", "</s>"
-PLAIN_TEMPLATE = (
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-BOS_TEMPLATE = "{{ bos_token }}" + PLAIN_TEMPLATE
 REFUSES_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
 REFUSES_ALL = "{{ raise_exception('roles must alternate') }}"
 BROKEN_TEMPLATE = "{{ messages[0]['content'].no_such_method() }}"
 
 
-def tiny_tokenizer(adds: str = "", template: str | None = None, bos: str | None = BOS) -> PreTrainedTokenizerFast:
-    """One token per character. ``adds``: the post-processor's pattern, such as "<s> $A </s>"."""
-    characters = [chr(code) for code in range(32, 127)] + ["\n"]
-    vocabulary = {token: index for index, token in enumerate([BOS, EOS, "<unk>", "<x>", *characters])}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.add_special_tokens([BOS, EOS, "<unk>", "<x>"])
-    if adds:
-        special = [(token, vocabulary[token]) for token in (BOS, EOS, "<x>")]
-        core.post_processor = processors.TemplateProcessing(single=adds, special_tokens=special)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token=bos, eos_token=EOS, unk_token="<unk>")
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def shown(tokenizer, prompt) -> str:
-    return "".join(tokenizer.convert_ids_to_tokens(format_prompt(tokenizer, prompt)))
-
-
-USER = [{"role": "user", "content": "2+3?"}]
 SYSTEM = [{"role": "system", "content": "Be brief."}, *USER]
-CHAT = "[user]2+3?\n[assistant]"
 
 
 @pytest.mark.parametrize(

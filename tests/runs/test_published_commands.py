@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripts import PROMPTS, call, detailed_rows, one_line_error, read, rows_of, tracecov
+from scripts import PROMPTS, call, detailed_rows, from_grams, one_line_error, read, rows_of, tracecov
 from tiny_models import tiny_tokenizer
 
 from data.make_arithmetic import make_problems
@@ -79,7 +79,7 @@ def parsed(script, monkeypatch, *words):
 
 
 @pytest.mark.parametrize("script", FLAGS, ids=lambda script: script.__name__.rpartition(".")[2])
-def test_every_published_flag_keeps_its_name_its_values_and_its_default(script, monkeypatch):
+def test_every_published_flag_keeps_its_values_and_default(script, monkeypatch):
     needed = ["--oracle_table", "t.jsonl", "--save_json", "s"] if script is run_tracecov else []
     defaults = parsed(script, monkeypatch, *needed).config()
     for name, (values, default) in FLAGS[script].items():
@@ -92,7 +92,7 @@ def test_every_published_flag_keeps_its_name_its_values_and_its_default(script, 
         assert parsed(script, monkeypatch, *needed, "--skip_plot").skip_plot
 
 
-def test_without_a_folder_for_the_results_a_run_says_so_in_one_line(table, tmp_path, monkeypatch, capsys):
+def test_a_run_without_save_json_says_so_in_one_line(table, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for source in (("--oracle_table", table), ("--from_grams", tmp_path)):
         one_line_error(call(run_tracecov, *source, capsys=capsys), "--save_json", "required")
@@ -115,7 +115,7 @@ def published_choice(rows, seed, T, subsample=None):
     "n, T, subsample",
     [(40, 500, None), (40, 12, None), (40, 12, 20), (40, 500, 20), (40, 12, 40), (40, 12, 99), (7, 7, 1), (1000, 500, 600)],
 )
-def test_the_prompts_are_those_of_the_released_script_in_its_order(n, T, subsample):
+def test_the_prompts_are_those_of_the_released_script(n, T, subsample):
     rows = [{"prompt": i} for i in range(n)]
     for seed in (0, 1, 7):
         wanted = [row["prompt"] for row in published_choice(rows, seed, T, subsample)]
@@ -128,7 +128,7 @@ def test_fewer_prompts_are_the_first_of_more():
         assert tracecov_run.drawn(50, 8, subsample, 5) == more[:8] != sorted(more[:8])
 
 
-def test_a_run_measures_the_prompts_of_the_released_script_and_numbers_them_as_it_does(policy, table, tmp_path):
+def test_a_run_numbers_prompts_as_the_released_script_does(policy, table, tmp_path):
     flags, seen = ("--K_list", 4, "--M", 1, "--seed", 3), []
     for name, more, choice in (
         ("a", (), (400,)),
@@ -143,41 +143,15 @@ def test_a_run_measures_the_prompts_of_the_released_script_and_numbers_them_as_i
         assert [row["table_row"] for row in found] == [PROMPTS.index(row["prompt"]) for row in found]
         seen.append(found)
     assert seen[0][:3] == seen[1] == seen[3]  # more prompts change nothing of the first
-    assert (
-        call(
-            run_tracecov,
-            "--from_grams",
-            tmp_path / "c" / "grams",
-            "--K_list",
-            4,
-            "--skip_plot",
-            "--save_json",
-            tmp_path / "again",
-        )[0]
-        == 0
-    )
+    assert from_grams(tmp_path / "c" / "grams", tmp_path / "again", "--K_list", 4)[0] == 0
     assert read(tmp_path / "again" / "tracecov_four tokens_K4_detailed.json")["prompt_results"] == seen[2]
 
 
-def test_prompts_are_taken_in_the_drawn_order_and_more_of_them_keep_the_grams(policy, table, tmp_path, monkeypatch):
+def test_more_prompts_keep_the_grams_of_the_first(policy, table, tmp_path, monkeypatch):
     flags = ("--K_list", 4, "--M", 1, "--seed", 3)
-    args = parsed(
-        run_tracecov,
-        monkeypatch,
-        "--model",
-        str(policy),
-        "--oracle_table",
-        "t",
-        "--save_json",
-        "s",
-        "--seed",
-        "3",
-        "--T",
-        "4",
-        "--max_new_tokens",
-        "2",
-    )
-    taken, _ = tracecov_run.choose_rows(load_oracle_table(table), args, tiny_tokenizer(("<eos>", "1", "2", "3")), Chat())
+    words = "--oracle_table t --save_json s --seed 3 --T 4 --max_new_tokens 2".split()
+    made = parsed(run_tracecov, monkeypatch, "--model", str(policy), *words)
+    taken, _ = tracecov_run.choose_rows(load_oracle_table(table), made, tiny_tokenizer(("<eos>", "1", "2", "3")), Chat())
     assert [row.prompt for _, row, _ in taken] == published_choice(PROMPTS, 3, 4)
     assert [index for index, _, _ in taken] == [PROMPTS.index(row.prompt) for _, row, _ in taken]
     assert tracecov(policy, table, tmp_path, *flags, "--T", 2)[0] == 0
@@ -202,7 +176,7 @@ def as_of_old(out):
     detailed.write_text(json.dumps(detailed_rows(detailed)))
 
 
-def test_a_folder_begun_with_the_first_rows_goes_on_and_says_what_it_leaves_unused(policy, table, tmp_path, capsys):
+def test_a_folder_begun_with_the_first_rows_continues(policy, table, tmp_path, capsys):
     flags, results = ("--K_list", 4, "--M", 1, "--seed", 3), tmp_path / "all" / "tracecov_four tokens.json"
     assert tracecov(policy, table, tmp_path / "all", *flags)[0] == 0
     as_of_old(tmp_path / "all")
@@ -218,9 +192,7 @@ def test_a_folder_begun_with_the_first_rows_goes_on_and_says_what_it_leaves_unus
     again = read(results)
     assert code == 0 and "note" not in err and {**again, "seconds": 0, "law": 0} == {**before, "seconds": 0, "law": 0}
     published_reader(tmp_path / "all" / "tracecov_four tokens_K4_detailed.json")
-    assert (
-        call(run_tracecov, "--from_grams", first / "grams", "--K_list", 4, "--skip_plot", "--save_json", tmp_path / "b")[0] == 0
-    )
+    assert from_grams(first / "grams", tmp_path / "b", "--K_list", 4)[0] == 0
     unknown = read(tmp_path / "b" / "tracecov_four tokens_K4_detailed.json")["prompt_results"]
     assert [row["prompt_index"] for row in unknown] == [None, None]
     code, _, err = tracecov(policy, table, first, *flags, "--T", 2, capsys=capsys)
@@ -291,7 +263,7 @@ def published_curve(results_path):
     return curve
 
 
-def test_a_reader_of_the_released_format_computes_the_same_curve(small):
+def test_a_reader_of_the_released_format_has_the_same_curve(small):
     path = small / "tracecov_four tokens.json"
     curve = published_curve(path)
     assert {"naive", "grpo", "oracleV"} == set(curve)
@@ -299,13 +271,13 @@ def test_a_reader_of_the_released_format_computes_the_same_curve(small):
         assert curve[name] == pytest.approx(values)
 
 
-def test_what_the_detailed_file_held_before_is_still_in_its_rows(small):
+def test_the_detailed_file_has_what_it_had_before(small):
     for row in detailed_rows(small / "tracecov_four tokens_K4_detailed.json"):
         assert row["tr_cov"] == {name: row["trace_cov"][name] for name in ("naive", "grpo", "oracleV")}
         assert "best_baseline" in row["trace_cov"] and row["ground_truth"] == row["gold"] and "mean_reward" in row
 
 
-def test_a_ground_truth_that_is_text_is_an_integer_under_gold_where_it_is_one(policy, table, tmp_path):
+def test_a_ground_truth_in_text_is_an_integer_under_gold(policy, table, tmp_path):
     path = tmp_path / "text.jsonl"
     path.write_text(
         "".join(json.dumps({**row, "ground_truth": f"so\n#### {row['ground_truth']}"}) + "\n" for row in rows_of(table))
@@ -327,11 +299,8 @@ def test_a_table_in_parquet_is_taken_as_the_same_in_jsonl(policy, table, tmp_pat
     pandas.DataFrame(rows).to_parquet(path)
     shutil.copy(table, tmp_path / "b.jsonl")
     flags = ("--K_list", 4, "--M", 1, "--T", 3)
-    assert (
-        tracecov(policy, path, tmp_path / "a", *flags)[0]
-        == tracecov(policy, tmp_path / "b.jsonl", tmp_path / "b", *flags)[0]
-        == 0
-    )
+    for out, source in (("a", path), ("b", tmp_path / "b.jsonl")):
+        assert tracecov(policy, source, tmp_path / out, *flags)[0] == 0
     first, second = (read(tmp_path / out / "tracecov_four tokens_K4_detailed.json") for out in "ab")
     assert first == second
 
@@ -378,7 +347,7 @@ def test_the_commands_of_the_released_readme_run_as_they_stand(place, capsys):
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_released_readme_run_without_a_flag_more(place, capsys):
+def test_the_commands_of_the_released_readme_run(place, capsys):
     run_literally(place, {calculate_oracle_v: [], run_tracecov: []}, capsys)
 
 
@@ -398,22 +367,10 @@ RELEASED = {
 }
 
 
-def test_the_variables_of_the_released_training_script_mean_the_same_here():
+def test_variables_of_the_released_script_mean_the_same():
     settings = read_settings([], RELEASED)
-    found = [
-        getattr(settings, name)
-        for name in (
-            "model",
-            "train_files",
-            "val_files",
-            "gpus_per_node",
-            "gpu_memory_utilization",
-            "nnodes",
-            "group_size",
-            "experiment",
-            "project",
-        )
-    ]
+    names = "model train_files val_files gpus_per_node gpu_memory_utilization nnodes group_size experiment project".split()
+    found = [getattr(settings, name) for name in names]
     assert found == ["org/m", "/d/a.parquet", "/d/b.parquet", 4, 0.7, 1, 16, "e1", "p1"]
     made = dict(text.partition("=")[::2] for text in verl_overrides(settings))
     assert made["data.train_batch_size"] == "64" and made["actor_rollout_ref.actor.ppo_mini_batch_size"] == "16"
@@ -427,7 +384,7 @@ def test_gpus_may_be_a_list_and_a_run_tag_ends_the_name():
     assert read_settings([], {"RUN_TAG": "first", "EXPERIMENT_NAME": "e1"}).experiment == "e1"
 
 
-def test_the_data_folder_holds_the_files_that_are_not_named_in_full(tmp_path):
+def test_files_without_a_folder_are_in_the_data_folder(tmp_path):
     (tmp_path / "test.parquet").touch()
     settings = read_settings([], {"DATA_DIR": str(tmp_path)})
     assert (settings.train_files, settings.val_files) == (str(tmp_path / "train.parquet"), str(tmp_path / "test.parquet"))
@@ -448,7 +405,7 @@ def test_a_wrong_released_variable_is_refused_by_its_own_name(environment, messa
         read_settings([], environment)
 
 
-def test_what_a_released_variable_cannot_mean_here_is_said_in_a_line():
+def test_a_released_variable_without_meaning_is_one_line():
     pytest.importorskip("wandb")
     notes = check_settings(read_settings(["--model", "org/m"], {}), {"BASE": "/b", "REPO_DIR": "/r", "HOME": "/h"})
     assert [note.split(" ")[0] for note in notes if "paper's script" in note] == ["BASE", "REPO_DIR"]

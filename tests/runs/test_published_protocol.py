@@ -1,6 +1,7 @@
 """The Gram results agree with the published protocol run by brute force: fresh groups, three backwards per group."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ LAW = SamplingLaw(top_p=0.95, max_new_tokens=32)
 V = 0.5  # any fixed number is an oracle value as good as another for this comparison
 
 
-def published_protocol(model, prompt_ids, groups, rewards, scoring, eos):
+def published_protocol(model, prompt_ids, groups, rewards, scoring):
     """trace(Cov) of (naive, grpo, oracleV) and its standard error, from running means and M2 of every parameter."""
     parameters = [p.requires_grad_(True) for p in model.parameters()]
     law = LAW if scoring == "exact" else SamplingLaw()
@@ -46,41 +47,32 @@ def published_protocol(model, prompt_ids, groups, rewards, scoring, eos):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", range(3))
 @pytest.mark.parametrize("scoring", ["exact", "published"])
-def test_gram_results_are_those_of_the_published_protocol_within_monte_carlo_error(scoring):
-    folder = str(ROOT / "data" / "tiny_model")
-    tokenizer, repeats = load_tokenizer(folder, None), 120
-    for number, problem in enumerate(make_problems(3, 0)):
-        model = load_model(folder, None, torch.device("cpu"), torch.float32)
-        prompt_ids = format_prompt(tokenizer, problem["prompt"])
+def test_gram_results_are_those_of_the_published_protocol(scoring, number):
+    """Within Monte-Carlo error, for each of three prompts."""
+    folder, repeats = str(ROOT / "data" / "tiny_model"), 120
+    tokenizer, problem = load_tokenizer(folder, None), make_problems(3, 0)[number]
+    model = load_model(folder, None, torch.device("cpu"), torch.float32)
+    prompt_ids = format_prompt(tokenizer, problem["prompt"])
 
-        def draw(script, count):
-            u = uniforms(0, script, number, 0, count, LAW.max_new_tokens)
-            drawn = sample_continuations(model, tokenizer, prompt_ids, u, LAW, 512)
-            return drawn, np.array([integer_reward(c.text, problem["ground_truth"]) for c in drawn])
+    def draw(purpose, count):
+        u = uniforms(0, purpose, number, 0, count, LAW.max_new_tokens)
+        drawn = sample_continuations(model, tokenizer, prompt_ids, u, LAW, 512)
+        return drawn, np.array([integer_reward(c.text, problem["ground_truth"]) for c in drawn])
 
-        blocks = []
+    blocks = []
+    with ScoreGram(model, partial(log_probs, law=LAW if scoring == "exact" else SamplingLaw())) as grams:
         for b in range(12):
             drawn, z = draw(f"block {b}", 64)
-            with ScoreGram(model, partial(log_probs, law=LAW if scoring == "exact" else SamplingLaw())) as grams:
-                gram = grams.block(prompt_ids, *scored(drawn, scoring)).gram
+            gram = grams.block(prompt_ids, *scored(drawn, scoring)).gram
             blocks.append((gram, z, np.array([len(c.tokens) for c in drawn])))
-        for K in (4, 8):
-            drawn, z = draw(f"groups of {K}", repeats * K)
-            groups = [drawn[i : i + K] for i in range(0, len(drawn), K)]
-            truth, error = published_protocol(model, prompt_ids, groups, z.reshape(-1, K), scoring, tokenizer.eos_token_id)
-            names = ("naive", "grpo", "oracleV")
-            per_block = np.array(
-                [
-                    [estimators.prompt_trace_covs(estimators.reduce_prompts([record(block)]), K)[name][0] for name in names]
-                    for block in blocks
-                ]
-            )
-            spread = per_block.std(axis=0, ddof=1) / np.sqrt(len(blocks))
-            assert (np.abs(per_block.mean(0) - truth) < 4 * np.hypot(error, spread)).all(), (number, K)
-
-
-def record(block):
-    from types import SimpleNamespace
-
-    return SimpleNamespace(oracle_value=V, blocks=[block], prompt_id=0)
+    records = [SimpleNamespace(oracle_value=V, blocks=[block], prompt_id=0) for block in blocks]
+    for K in (4, 8):
+        drawn, z = draw(f"groups of {K}", repeats * K)
+        groups = [drawn[i : i + K] for i in range(0, len(drawn), K)]
+        truth, error = published_protocol(model, prompt_ids, groups, z.reshape(-1, K), scoring)
+        found = [estimators.prompt_trace_covs(estimators.reduce_prompts([record]), K) for record in records]
+        per_block = np.array([[traces[name][0] for name in ("naive", "grpo", "oracleV")] for traces in found])
+        spread = per_block.std(axis=0, ddof=1) / np.sqrt(len(blocks))
+        assert (np.abs(per_block.mean(0) - truth) < 4 * np.hypot(error, spread)).all(), K

@@ -47,7 +47,7 @@ def test_what_the_blocks_come_from_is_said_in_flags(policy, table, tmp_path, cap
     )
 
 
-def test_results_that_are_replaced_by_fewer_are_named_and_come_back(policy, table, tmp_path, capsys):
+def test_results_that_are_replaced_by_fewer_are_named(policy, table, tmp_path, capsys):
     whole = ("--K_list", 2, 4, 8, "--M", 2, "--estimators", "dr_grpo")
     assert tracecov(policy, table, tmp_path, *whole, capsys=capsys)[2].count("note: ") == 0
     before = (tmp_path / RESULTS).read_bytes()
@@ -128,7 +128,7 @@ def test_another_template_or_config_is_not_mixed_in(policy, problems, table, tmp
     )
 
 
-def test_a_model_without_its_tokenizer_or_with_anothers_is_refused(policy, problems, tmp_path, capsys):
+def test_a_model_without_its_own_tokenizer_is_refused(policy, problems, tmp_path, capsys):
     folder = changed(policy, tmp_path)
     tiny_tokenizer(("<eos>", "7", "8", "9", "0", "1", "2", "3")).save_pretrained(folder)
     one_line_error(oracle(folder, problems, tmp_path / "a", capsys=capsys), "line 1", "do not belong together")
@@ -145,7 +145,7 @@ def test_a_damaged_model_is_one_line(policy, problems, tmp_path, capsys, name, d
     one_line_error(oracle(folder, problems, tmp_path / "a", "--overwrite", capsys=capsys), "--model")
 
 
-def test_overwrite_removes_nothing_before_the_model_is_known_to_load(policy, problems, table, tmp_path, capsys):
+def test_overwrite_removes_nothing_before_the_model_loads(policy, problems, table, tmp_path, capsys):
     folder = changed(policy, tmp_path)
     (folder / "model.safetensors").write_bytes(b"short")
     out = tmp_path / "out"
@@ -226,7 +226,7 @@ class Trap:
         return (open, (str(self.path), "w"))
 
 
-def test_pickled_weights_are_never_read_beside_safetensors_and_never_run_code(policy, problems, table, tmp_path, capsys):
+def test_pickled_weights_never_run_code(policy, problems, table, tmp_path, capsys):
     trap = Trap()
     trap.path = tmp_path / "ran"
     both = shutil.copytree(policy, tmp_path / "a" / "four tokens")
@@ -274,7 +274,7 @@ def test_a_read_only_folder_is_one_line_before_any_work(policy, problems, table,
     one_line_error(oracle(policy, problems, small_disk / "new", capsys=capsys), "cannot create this folder")
 
 
-def test_a_folder_that_cannot_be_made_is_one_line_before_any_work(policy, problems, table, tmp_path, capsys):
+def test_a_folder_that_cannot_be_made_is_one_line(policy, problems, table, tmp_path, capsys):
     (tmp_path / "file").touch()
     one_line_error(oracle(policy, problems, tmp_path / "file" / "out", capsys=capsys), "cannot create this folder")
     one_line_error(tracecov(policy, table, tmp_path / "file" / "out", capsys=capsys), "cannot create this folder")

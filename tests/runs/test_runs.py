@@ -51,7 +51,7 @@ from Gradient_evaluation.runs.resume import only_writer, part_of, saved_on_inter
 # ------------------------------------------------------------------------------------------------ finished
 
 
-def test_a_finished_oracle_run_says_so_without_loading_the_model(policy, problems, table, tmp_path, capsys, monkeypatch):
+def test_a_finished_oracle_run_loads_no_model(policy, problems, table, tmp_path, capsys, monkeypatch):
     shutil.copy(table, tmp_path)
     monkeypatch.setattr(oracle_run, "load_model", None)  # a call would be a TypeError
     code, out, _ = oracle(policy, problems, tmp_path, capsys=capsys)
@@ -59,7 +59,7 @@ def test_a_finished_oracle_run_says_so_without_loading_the_model(policy, problem
     assert (tmp_path / table.name).read_bytes() == table.read_bytes() and len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_finished_tracecov_run_says_so_without_loading_the_model(policy, table, undisturbed, tmp_path, capsys, monkeypatch):
+def test_a_finished_tracecov_run_loads_no_model(policy, table, undisturbed, tmp_path, capsys, monkeypatch):
     out = shutil.copytree(undisturbed, tmp_path / "copy")
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.rglob("*") if path.is_file()}
     flags = tracecov_flags(policy, table, out)[1:]
@@ -74,9 +74,7 @@ def test_a_finished_tracecov_run_says_so_without_loading_the_model(policy, table
     assert {path for path in out.rglob("*") if path.is_file()} == set(before)
 
 
-def test_a_finished_run_of_other_weights_under_the_same_name_is_not_taken_for_this_one(
-    policy, problems, table, undisturbed, tmp_path, capsys
-):
+def test_a_finished_run_of_other_weights_is_refused(policy, problems, table, undisturbed, tmp_path, capsys):
     other = tmp_path / "four tokens"
     enumerable_policy(vocabulary=4, seed=7).save_pretrained(other)
     tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(other)
@@ -115,7 +113,7 @@ def test_a_data_set_that_grew_is_continued_in_its_own_order(policy, problems, ta
     assert (tmp_path / table.name).read_bytes() == table.read_bytes()
 
 
-def test_gram_files_that_do_not_say_what_made_them_are_left_alone(policy, table, tmp_path, capsys):
+def test_gram_files_of_unknown_origin_are_left_alone(policy, table, tmp_path, capsys):
     (tmp_path / "grams").mkdir()
     (tmp_path / "grams" / "mine.npz").write_bytes(b"precious")
     one_line_error(tracecov(policy, table, tmp_path, "--K_list", 4, "--M", 1, capsys=capsys), "grams", "--overwrite")
@@ -125,7 +123,7 @@ def test_gram_files_that_do_not_say_what_made_them_are_left_alone(policy, table,
 # ------------------------------------------------------------------------------------------------ two at once, Ctrl-C
 
 
-def test_the_second_of_two_processes_is_refused_and_writes_nothing(policy, problems, table, tmp_path, capsys):
+def test_the_second_of_two_processes_writes_nothing(policy, problems, table, tmp_path, capsys):
     with only_writer(tmp_path / table.name), only_writer(tmp_path / "grams"):
         before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
         one_line_error(oracle(policy, problems, tmp_path, capsys=capsys), table.name, f"process {os.getpid()}")
@@ -193,7 +191,7 @@ def test_ctrl_c_before_the_first_finished_prompt_says_so(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["oracle", "tracecov"])
-def test_a_run_killed_at_ten_random_moments_ends_with_the_same_bytes(policy, problems, table, undisturbed, tmp_path, script):
+def test_a_run_killed_ten_times_ends_with_the_same_bytes(policy, problems, table, undisturbed, tmp_path, script):
     flags = {"oracle": oracle_flags(policy, problems, tmp_path), "tracecov": tracecov_flags(policy, table, tmp_path)}[script]
     lock = tmp_path / f".{table.name if script == 'oracle' else 'grams'}.lock"
     generator, kills, lasts = np.random.default_rng(0), 0, 5.0
@@ -236,7 +234,7 @@ def test_two_processes_leave_what_one_leaves(policy, problems, table, undisturbe
     assert files_of(tmp_path / "tracecov") == files_of(undisturbed)
 
 
-def test_every_prompt_is_taken_by_exactly_one_process_and_a_slow_one_holds_up_nobody():
+def test_every_prompt_is_taken_by_exactly_one_process():
     store, shares = torch.distributed.HashStore(), []
     for rank in range(2):
         one = object.__new__(Processes)  # without a process group: this is about the counter
@@ -264,7 +262,7 @@ def test_bad_input_under_torchrun_is_said_once(policy, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_fails_the_job_by_name_and_the_rest_is_kept(policy, table, tmp_path):
+def test_a_process_that_fails_ends_the_job_and_names_the_row(policy, table, tmp_path):
     """A prompt whose token has a weight that is not finite: whoever meets it ends the job, and mending it continues."""
     broken = tmp_path / "four tokens"
     shutil.copytree(policy, broken)
@@ -338,9 +336,7 @@ def test_a_batch_halves_until_it_fits_says_so_and_stays(error, capsys):
         batch.run(lambda size: torch.zeros(2) + torch.zeros(3), "line 6")
 
 
-def test_with_less_memory_blocks_and_batches_shrink_and_the_results_say_so(
-    policy, table, undisturbed, tmp_path, monkeypatch, capsys
-):
+def test_with_less_memory_blocks_and_batches_shrink(policy, table, undisturbed, tmp_path, monkeypatch, capsys):
     """A model that takes no more than five sequences at a time, as if on a small GPU."""
 
     def load(*args):
@@ -361,7 +357,7 @@ def test_with_less_memory_blocks_and_batches_shrink_and_the_results_say_so(
         np.testing.assert_allclose(small.log_probs, whole.log_probs, rtol=1e-9)
 
 
-def test_gradient_checkpointing_changes_no_number_and_may_be_switched_when_continuing(policy, table, undisturbed, tmp_path):
+def test_gradient_checkpointing_changes_no_number(policy, table, undisturbed, tmp_path):
     out = shutil.copytree(undisturbed, tmp_path / "copy")
     redone = sorted((out / "grams").glob("[0-9a-f]*.npz"))[:2]
     for path in redone:
@@ -373,7 +369,7 @@ def test_gradient_checkpointing_changes_no_number_and_may_be_switched_when_conti
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="--max_memory on a CPU needs Linux")
-def test_max_memory_makes_the_real_allocator_refuse_and_the_run_go_on(tmp_path):
+def test_max_memory_is_that_of_the_real_allocator(tmp_path):
     """A vocabulary of 50,000 and 4,096 continuations at a time: over 1.5 GiB of logits and their exponentials."""
     folder = tmp_path / "wide"
     words = ("<eos>", *(str(i) for i in range(1, 50_000)))
@@ -381,29 +377,14 @@ def test_max_memory_makes_the_real_allocator_refuse_and_the_run_go_on(tmp_path):
     tiny_tokenizer(words).save_pretrained(folder)
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "1", "ground_truth": 1}) + "\n")
-    flags = [
-        ORACLE,
-        "--model",
-        folder,
-        "--dataset",
-        data,
-        "--n_oracle",
-        4096,
-        "--batch_size",
-        4096,
-        "--max_new_tokens",
-        1,
-        "--device",
-        "cpu",
-        "--top_p",
-        1.0,
-    ]
+    law = "--n_oracle 4096 --max_new_tokens 1 --device cpu --top_p 1 --batch_size 4096".split()
+    flags = [ORACLE, "--model", folder, "--dataset", data, *law]
     code, _, err = ended(start([*flags, "--out_dir", tmp_path / "a", "--max_memory", 0.01]))
     assert code == 2 and "--max_memory 0.01" in err and err.count("\n") == 1
     allowed = float(re.search(r"already takes ([\d.]+) GiB", err)[1]) + 0.5
     code, _, err = ended(start([*flags, "--out_dir", tmp_path / "a", "--max_memory", allowed]))
     assert code == 0 and "going on with" in err, err
-    assert ended(start([*flags[:-2], "--top_p", 1.0, "--batch_size", 128, "--out_dir", tmp_path / "b"]))[0] == 0
+    assert ended(start([*flags, "--batch_size", 128, "--out_dir", tmp_path / "b"]))[0] == 0
     (capped,), (free,) = (rows_of(tmp_path / out / "oracle_v_n4096_wide.jsonl") for out in "ab")
     # In float32 a draw next to the boundary of the right token may move with the batch; two of 4096 are unheard of.
     assert abs(capped["correct_count"] - free["correct_count"]) <= 1
@@ -411,7 +392,7 @@ def test_max_memory_makes_the_real_allocator_refuse_and_the_run_go_on(tmp_path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux") or platform.libc_ver()[0] != "glibc", reason="glibc's settings")
-def test_large_temporaries_go_back_to_the_system_and_small_ones_are_kept():
+def test_large_temporaries_go_back_to_the_system():
     code = f"""if True:
         import resource, sys, torch
         sys.path.insert(0, {str(ROOT)!r})

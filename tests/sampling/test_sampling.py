@@ -3,24 +3,25 @@
 import numpy as np
 import pytest
 import torch
-from tiny_models import enumerable_policy, enumerate_outcomes, float_means_double, law_log_probs, tiny_model, tiny_tokenizer
+from tiny_models import (
+    PROMPT,
+    draw,
+    enumerable_policy,
+    enumerate_outcomes,
+    float_means_double,
+    frequencies_agree,
+    law_log_probs,
+    tiny_model,
+    tiny_tokenizer,
+)
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from Gradient_evaluation.forward import replaced_forward
 from Gradient_evaluation.sampling import law as vocabulary
 from Gradient_evaluation.sampling import thin_products
 from Gradient_evaluation.sampling.cache import GrowingLayer, let_grow
-from Gradient_evaluation.sampling.generate import (
-    SamplingLaw,
-    _draw,
-    eos_token_ids,
-    kept_tokens,
-    log_probs,
-    sample_continuations,
-    uniforms,
-)
+from Gradient_evaluation.sampling.generate import SamplingLaw, _draw, eos_token_ids, kept_tokens, log_probs, uniforms
 
-PROMPT = [1, 3, 2]
 LAWS = {
     "neutral": SamplingLaw(max_new_tokens=3),
     "temperature": SamplingLaw(temperature=0.6, max_new_tokens=3),
@@ -28,23 +29,6 @@ LAWS = {
     "top_p": SamplingLaw(top_p=0.8, max_new_tokens=3),
     "all": SamplingLaw(temperature=1.4, top_k=4, top_p=0.85, max_new_tokens=3),
 }
-
-
-def draw(model, law, n, seed=0, batch_size=64, prompt=PROMPT, tokenizer=None):
-    u = uniforms(seed, "oracle", 7, 0, n, law.max_new_tokens)
-    return sample_continuations(model, tokenizer or tiny_tokenizer(), prompt, u, law, batch_size)
-
-
-def frequencies_agree(drawn, outcomes):
-    """Every outcome's frequency lies within 4.5 standard errors of its probability, none is impossible."""
-    n = len(drawn)
-    counts = {}
-    for c in drawn:
-        counts[c.tokens] = counts.get(c.tokens, 0) + 1
-    assert set(counts) <= {o.tokens for o in outcomes}
-    for o in outcomes:
-        error = np.sqrt(o.probability * (1 - o.probability) / n) + 0.5 / n
-        assert abs(counts.get(o.tokens, 0) / n - o.probability) < 4.5 * error
 
 
 @pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
@@ -166,8 +150,8 @@ def test_kept_set_is_that_of_transformers(top_k, top_p, ties):
     if not ties:
         assert (kept == (scores > -torch.inf)).all()
     # Which of equally likely tokens top_p drops is left to an unstable sort there; how many it drops is not.
-    keep = lambda mask: torch.sort(logits.masked_fill(~mask, -torch.inf)).values  # noqa: E731
-    assert (keep(kept) == keep(scores > -torch.inf)).all()
+    ours, theirs = (logits.masked_fill(~mask, -torch.inf) for mask in (kept, scores > -torch.inf))
+    assert (ours.sort().values == theirs.sort().values).all()
     if top_p == 1.0:
         assert (kept == (scores > -torch.inf)).all()
 

@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-sys.path[:0] = map(str, (Path(__file__).resolve().parents[2], Path(__file__).resolve().parents[1]))
-from abstract_policy import group_size_law_of, prompts_with  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from abstract_policy import group_size_law_of, prompts_with
 
-from Gradient_evaluation.stats.best_size import mse_times_budget  # noqa: E402
-from Gradient_evaluation.stats.bootstrap import PromptBootstrap  # noqa: E402
-from Gradient_evaluation.stats.group_size import group_size_law  # noqa: E402
-from Gradient_evaluation.stats.sketch_pairs import Sketches  # noqa: E402
+from Gradient_evaluation.stats.best_size import mse_times_budget
+from Gradient_evaluation.stats.bootstrap import PromptBootstrap
+from Gradient_evaluation.stats.group_size import group_size_law
+from Gradient_evaluation.stats.sketch_pairs import Sketches
 
 SPREADS = (0.5, 1.24, 2.0)
 PROMPTS = (4, 10, 12, 20, 40, 100)

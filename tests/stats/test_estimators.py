@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from abstract_policy import random_policy, sample_block, summary_of
+from abstract_policy import exact_pair_moments, leave_one_out, make_records, random_policy, sample_block, summary_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from Gradient_evaluation.stats.advantages import group_advantages
 from Gradient_evaluation.stats.blocks import (
-    PairMoments,
     group_trace,
     off_diagonal,
     pair_moments,
@@ -33,35 +32,10 @@ def prompt_only(baseline):
     return lambda scores, rewards, lengths: ((rewards - baseline)[..., None] * scores).mean(-2)
 
 
-def leave_one_out(scores, rewards, lengths):
-    size = rewards.shape[-1]
-    others = (rewards.sum(-1, keepdims=True) - rewards) / (size - 1)
-    return ((rewards - others)[..., None] * scores).mean(-2)
-
-
-def exact_pair_moments(policy) -> PairMoments:
-    """zeta's ingredients as sums over all pairs of outcomes, straight from the kernel's definition."""
-    scores, rewards = policy.scores, policy.rewards
-    kernel = (scores[:, None] - scores[None]) * (rewards[:, None] - rewards[None])[..., None] / 2
-    chance = policy.probs[:, None] * policy.probs[None]
-    given_first = np.einsum("j,ijd->id", policy.probs, kernel)
-    mean = policy.probs @ given_first
-    return PairMoments((chance * (kernel**2).sum(-1)).sum(), policy.probs @ (given_first**2).sum(-1), float(mean @ mean))
-
-
 def exact_coefficients(policy) -> np.ndarray:
     square, mean = (policy.scores**2).sum(-1), policy.probs @ policy.scores
     p, z, theta = policy.probs, policy.rewards, policy.theta
     return np.array([p @ (z**2 * square) - theta @ theta, p @ (z * square) - theta @ mean, p @ square - mean @ mean])
-
-
-def make_records(n_prompts=4, sizes=(5, 7), seed=0, **kinds):
-    generator = np.random.default_rng(seed)
-    policies = [random_policy(seed + number, **kinds) for number in range(n_prompts)]
-    return [
-        SimpleNamespace(oracle_value=policy.value, blocks=[sample_block(policy, size, generator) for size in sizes])
-        for policy in policies
-    ]
 
 
 # --- population formulas against the brute-force law of the estimator ---

@@ -6,10 +6,9 @@ from math import comb
 
 import numpy as np
 import pytest
-from abstract_policy import Policy, coin, group_size_law_of
+from abstract_policy import Policy, coin, exact_pair_moments, group_size_law_of, leave_one_out, plain_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_estimators import exact_pair_moments, leave_one_out
 
 from Gradient_evaluation.runs.report import budget_table, group_size_report
 from Gradient_evaluation.stats.best_size import best_group_size, best_integer, mse_times_budget, near_best
@@ -363,15 +362,6 @@ def test_powers_of_two_are_those_in_the_range():
 
 
 # --- cases without an answer ---
-
-
-def plain_case(n=40, c1=1.0, c2=1.0, c3=9.0, spread=0.1, seed=0, mean=0.0):
-    """Prompts with given constants and a spread between prompts; whole gradients in 3 dimensions."""
-    generator = np.random.default_rng(seed)
-    noise = spread * generator.normal(size=(4, n))
-    gradients = mean + generator.normal(size=(n, 3)) * 0.05
-    theta_sq = c1 + 3 * mean**2 + noise[0]
-    return theta_sq, c2 / 4 + noise[1], (c3 + c2) / 2 + noise[2], gradients, [coin(512)] * n
 
 
 ANSWERS = ("G_star", "G_star_ci95", "best_integer", "within_10_percent", "powers_of_two", "G_star_at_least")

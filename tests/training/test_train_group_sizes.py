@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from abstract_policy import group_size_law_of
-from test_group_size_law import plain_case
-from test_plot_tracecov import results
+from abstract_policy import group_size_law_of, plain_case
+from results_files import results
 from tiny_models import float_means_double, tiny_model, tiny_tokenizer
 
 from Gradient_evaluation.errors import UserError
