@@ -25,23 +25,12 @@ from Gradient_evaluation.cli import Parser, group_sizes, importing, integer, num
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.files import write_json
 
-STORED = (
-    "budget",
-    "steps",
-    "optimizer",
-    "learning_rate",
-    "n_train",
-    "n_held_out",
-    "eval_samples",
-    "temperature",
-    "top_p",
-    "max_new_tokens",
-)
+NOT_STORED = ("model", "group_sizes", "seeds", "results", "out", "threads", "overwrite", "quiet")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The flags, by their names. Those in ``STORED`` are the same for all runs of a file."""
+    """The flags, by their names. --out stores all but ``NOT_STORED``, and its runs have the same."""
 
     model: str
     group_sizes: tuple[int, ...]
@@ -188,7 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     longest = max((problem["ids"] for problem in problems), key=len)
     check_prompt_length(model_limits(settings.model, None)[0], longest, settings.max_new_tokens)
     task = Task(problems, tokenizer, law)
-    stored = {**{name: getattr(settings, name) for name in STORED}, "model_fingerprint": fingerprint(start)}
+    stored = {name: value for name, value in vars(settings).items() if name not in NOT_STORED}
+    stored["model_fingerprint"] = fingerprint(start)
     predicted = load_group_size_law(settings.results, stored) if settings.results else None
     saved = load_runs(Path(settings.out), stored, settings.overwrite)
     if saved["start"] is None:

@@ -11,12 +11,15 @@ from collections import Counter
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from data import train_tiny_model
 from data.make_arithmetic import KINDS, MAX_PROBLEMS, STYLES, WORKED_EXAMPLES, make_problems
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.sampling.generate import SamplingLaw, sample_groups
+from Gradient_evaluation.utils import format_prompt
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "data" / "make_arithmetic.py"
@@ -314,34 +317,11 @@ def test_the_chat_template_renders_turns_and_the_next_one(tokenizer):
     )
 
 
-@torch.inference_mode()
-def sampled_texts(model, tokenizer, rows, samples, seed, top_p=0.95, new_tokens=32):
+def sampled_texts(model, tokenizer, rows, samples, seed):
     """``samples`` continuations of every row at temperature 1 → one list of texts per row."""
-    prompts = [tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True) for row in rows]
-    tokenizer.padding_side = "left"
-    batch = tokenizer(prompts, return_tensors="pt", padding=True)
-    generator = torch.Generator().manual_seed(seed)
-    mask = batch["attention_mask"]
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    output = model(batch["input_ids"], attention_mask=mask, position_ids=positions, logits_to_keep=1)
-    cache = output.past_key_values
-    cache.batch_repeat_interleave(samples)
-    logits = output.logits[:, -1].repeat_interleave(samples, 0)
-    mask, position = mask.repeat_interleave(samples, 0), positions[:, -1:].repeat_interleave(samples, 0)
-    ended, drawn = torch.zeros(len(logits), dtype=torch.bool), []
-    for _ in range(new_tokens):
-        probability, token = logits.softmax(-1).sort(-1, descending=True)
-        probability[probability.cumsum(-1) - probability >= top_p] = 0
-        chosen = token.gather(1, probability.multinomial(1, generator=generator))
-        chosen[ended] = tokenizer.eos_token_id
-        drawn.append(chosen)
-        ended |= chosen[:, 0] == tokenizer.eos_token_id
-        if ended.all():
-            break
-        mask, position = torch.cat([mask, torch.ones_like(chosen)], 1), position + 1
-        logits = model(chosen, attention_mask=mask, position_ids=position, past_key_values=cache).logits[:, -1]
-    texts = tokenizer.batch_decode(torch.cat(drawn, 1), skip_special_tokens=True)
-    return [texts[start : start + samples] for start in range(0, len(texts), samples)]
+    prompts, law = [format_prompt(tokenizer, row["prompt"]) for row in rows], SamplingLaw(top_p=0.95)
+    u = np.random.default_rng(seed).random((len(rows), samples, law.max_new_tokens))
+    return [[each.text for each in group] for group in sample_groups(model, tokenizer, prompts, u, law)]
 
 
 def share_right(texts, ground_truth):

@@ -1,7 +1,7 @@
 """Fixtures of the launcher's tests: a folder with what a training run needs, and a clock."""
 
 import pytest
-from chat_tokenizer import parquet, save_chat_tokenizer
+from launches import parquet, save_chat_tokenizer
 from test_chat_template import on_day as on_day
 
 from data.make_arithmetic import make_problems

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from chat_templates import CALLED, DATED, LLAMA_3, TOOL, USES_TOOLS
-from test_launcher import checkpoint, dry_run, needs_verl
+from launches import checkpoint, dry_run, needs_verl
 from test_prepare_parquet import prepare, read, write_jsonl
 
 from Gradient_evaluation.errors import UserError

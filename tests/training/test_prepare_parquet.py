@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet
 import pytest
-from chat_tokenizer import save_chat_tokenizer
+from launches import save_chat_tokenizer
 
 from data.make_arithmetic import make_problems
 from data.prepare_parquet import main

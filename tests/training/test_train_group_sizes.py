@@ -76,38 +76,14 @@ def test_loss_and_gradient_are_those_of_one_row_at_a_time(prompts):
         torch.testing.assert_close(mine, right, rtol=0, atol=1e-5 * right.abs().max().item())
 
 
+FLAGS = (
+    "--group_sizes 2 8 --budget 16 --steps 2 --seeds 2 --learning_rate 0.5 --n_train 40 --n_held_out 10 --eval_samples 8 "
+    "--top_p 1 --max_new_tokens 4 --threads 1 --quiet"
+)
+
+
 def flags(folder, out, *more):
-    return [
-        "--model",
-        str(folder),
-        "--group_sizes",
-        "2",
-        "8",
-        "--budget",
-        "16",
-        "--steps",
-        "2",
-        "--seeds",
-        "2",
-        "--learning_rate",
-        "0.5",
-        "--n_train",
-        "40",
-        "--n_held_out",
-        "10",
-        "--eval_samples",
-        "8",
-        "--top_p",
-        "1",
-        "--max_new_tokens",
-        "4",
-        "--threads",
-        "1",
-        "--quiet",
-        "--out",
-        str(out),
-        *more,
-    ]
+    return ["--model", str(folder), "--out", str(out), *FLAGS.split(), *more]
 
 
 def test_interrupted_runs_continue_to_the_same_numbers(folder, tmp_path, capsys):
@@ -138,26 +114,8 @@ def test_silent_groups_do_not_move_the_policy(folder, tmp_path):
 
 def test_enough_steps_raise_the_reward_of_the_training_problems(folder, tmp_path):
     out = tmp_path / "learns.json"
-    main(
-        flags(
-            folder,
-            out,
-            "--steps",
-            "80",
-            "--seeds",
-            "1",
-            "--group_sizes",
-            "8",
-            "--budget",
-            "128",
-            "--n_train",
-            "5",
-            "--optimizer",
-            "adam",
-            "--learning_rate",
-            "0.01",
-        )
-    )
+    more = "--steps 80 --seeds 1 --group_sizes 8 --budget 128 --n_train 5 --optimizer adam --learning_rate 0.01"
+    main(flags(folder, out, *more.split()))
     rewards = json.loads(out.read_text())["runs"]["G8_seed0"]["train_reward"]
     assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 0.15
 

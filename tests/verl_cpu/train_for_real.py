@@ -49,39 +49,14 @@ def make_data(out: Path, model: Path, drawn: int, val: int) -> None:
     command_line("data/make_arithmetic.py", "--n", drawn, "--seed", 7, "--out", problems)
     kept = [line for line in problems.read_text().splitlines() if json.loads(line)["kind"] in KINDS]
     problems.write_text("".join(line + "\n" for line in kept))
-    command_line(
-        "data/prepare_parquet.py",
-        "arithmetic",
-        "--train",
-        problems,
-        "--val_size",
-        val,
-        "--model",
-        model,
-        "--max_prompt_length",
-        96,
-        "--out_dir",
-        out / "the data",
-    )
+    flags = ["--val_size", val, "--model", model, "--max_prompt_length", 96, "--out_dir", out / "the data"]
+    command_line("data/prepare_parquet.py", "arithmetic", "--train", problems, *flags)
 
 
 def mean_value(model: Path, out: Path) -> dict[str, float]:
     """V_oracle of every validation prompt under ``model``, by prompt."""
-    command_line(
-        "Gradient_evaluation/calculate_oracle_v.py",
-        "--model",
-        model,
-        "--dataset",
-        out / "the data" / "val.parquet",
-        "--n_oracle",
-        64,
-        "--batch_size",
-        64,
-        *LAW,
-        "--out_dir",
-        out / "V",
-        "--quiet",
-    )
+    flags = ["--model", model, "--dataset", out / "the data" / "val.parquet", "--out_dir", out / "V", "--quiet"]
+    command_line("Gradient_evaluation/calculate_oracle_v.py", *flags, "--n_oracle", 64, "--batch_size", 64, *LAW)
     table = out / "V" / f"oracle_v_n64_{model.name}.jsonl"
     rows = [json.loads(line) for line in table.read_text().splitlines()]
     return {json.dumps(row["prompt"]): row["V_oracle"] for row in rows}
@@ -173,18 +148,8 @@ def kill_all(process: subprocess.Popen, marker: str) -> None:
 def merge(env: Path, out: Path, step: int) -> Path:
     """The checkpoint of ``step`` as a model folder, by VERL's own merger."""
     target, actor = out / "trained_model", out / "the run" / "checkpoints" / f"global_step_{step}" / "actor"
-    command = [
-        env / "bin" / "python",
-        "-m",
-        "verl.model_merger",
-        "merge",
-        "--backend",
-        "fsdp",
-        "--local_dir",
-        actor,
-        "--target_dir",
-        target,
-    ]
+    flags = ["--backend", "fsdp", "--local_dir", actor, "--target_dir", target]
+    command = [env / "bin" / "python", "-m", "verl.model_merger", "merge", *flags]
     subprocess.run(command, check=True, cwd=ROOT)
     return target
 
