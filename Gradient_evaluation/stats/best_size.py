@@ -167,7 +167,7 @@ def _ends(draws: np.ndarray, value: float) -> list[float | None]:
     return [float(end) if np.isfinite(end) else None for end in (min(low, value), max(high, value))]
 
 
-def best_size_bound(constants: Averages, percent: float) -> float | None:
+def best_size_bound(averages: Averages, percent: float) -> float | None:
     """The G at which ``percent`` of the draws of c3 - (G-1)^2 c1 lie below 0; at least 2, None where there is none.
 
     G* is below G exactly where c3 < (G-1)^2 c1. So nothing is divided by a c1 that may be 0 (Fieller), and the bound is
@@ -175,7 +175,7 @@ def best_size_bound(constants: Averages, percent: float) -> float | None:
     """
 
     def share_below(distance: float) -> bool:
-        draws = constants.linear((C3 - distance**2 * C1)[None])[1]
+        draws = averages.linear((C3 - distance**2 * C1)[None])[1]
         return np.percentile(draws, percent) <= 0
 
     if share_below(1.0):
@@ -189,24 +189,24 @@ def best_size_bound(constants: Averages, percent: float) -> float | None:
     return float(1 + np.exp(high))
 
 
-def relative_mse(constants: Averages, sizes: np.ndarray, bootstrap: PromptBootstrap) -> tuple[dict, str | None]:
+def relative_mse(averages: Averages, sizes: np.ndarray, bootstrap: PromptBootstrap) -> tuple[dict, str | None]:
     """MSE at each of ``sizes`` over the least of them, with intervals: {G, reference, value, ci95}, and why there is none."""
     table: dict = {"G": [int(size) for size in sizes], "reference": None, "value": None, "ci95": None}
-    values, draws = constants.linear(mse_rows(sizes))
+    values, draws = averages.linear(mse_rows(sizes))
     least = int(np.argmin(values))
     reason = not_above_zero(bootstrap.interval(draws[:, least]), f"MSE at G = {sizes[least]}")
     if reason:
         return table, reason
 
     ratios = (values / values[least]).tolist()
-    low, high = (_ratio_end(constants, mse_rows(sizes), mse_rows(sizes[least]), percent) for percent in (2.5, 97.5))
+    low, high = (_ratio_end(averages, mse_rows(sizes), mse_rows(sizes[least]), percent) for percent in (2.5, 97.5))
     low = np.where(low * BOUNDLESS < 1.01, 0.0, low)  # the search found no end; an MSE is never below 0
     ends = [[min(one, ratio), None if two > BOUNDLESS else max(two, ratio)] for one, two, ratio in zip(low, high, ratios)]
     ends[least] = [1.0, 1.0]
     return {"G": table["G"], "reference": int(sizes[least]), "value": ratios, "ci95": ends}, None
 
 
-def _ratio_end(constants: Averages, rows: np.ndarray, base: np.ndarray, percent: float) -> np.ndarray:
+def _ratio_end(averages: Averages, rows: np.ndarray, base: np.ndarray, percent: float) -> np.ndarray:
     """(m,): the r at which ``percent`` of the draws of a row's sum less r times the base's sum lie below 0.
 
     A ratio of sums without a division (Fieller), as in ``best_size_bound``; the base's sum must be above 0.
@@ -214,7 +214,7 @@ def _ratio_end(constants: Averages, rows: np.ndarray, base: np.ndarray, percent:
     low, high = np.full(len(rows), -np.log(BOUNDLESS)), np.full(len(rows), 1.1 * np.log(BOUNDLESS))
     for _ in range(30):
         middle = (low + high) / 2
-        draws = constants.linear(rows - np.exp(middle)[:, None] * base)[1]
+        draws = averages.linear(rows - np.exp(middle)[:, None] * base)[1]
         above = np.percentile(draws, percent, axis=0) > 0
         low, high = np.where(above, middle, low), np.where(above, high, middle)
     return np.exp((low + high) / 2)

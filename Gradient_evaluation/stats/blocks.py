@@ -172,12 +172,13 @@ def partitions(block_size: int, group_size: int, n_groups: int = GROUPS_PER_BLOC
 
 
 def group_moments(
-    gram: np.ndarray, rewards: np.ndarray, lengths: np.ndarray, kind: str, group_size: int, n_groups: int = GROUPS_PER_BLOCK
+    block: tuple[np.ndarray, np.ndarray, np.ndarray], kind: str, group_size: int, n_groups: int = GROUPS_PER_BLOCK
 ) -> GroupMoments:
-    """Unbiased moments of one kind of advantage (``group_advantages``) at one K from a block.
+    """Unbiased moments of one kind of advantage (``group_advantages``) at one K.
 
-    gram (..., B, B), rewards and lengths (..., B).
+    block: gram (..., B, B), rewards and lengths (..., B).
     """
+    gram, rewards, lengths = block
     size, lead = gram.shape[-1], rewards.shape[:-1]
     nothing = np.full(lead, np.nan)
     if group_size > size:

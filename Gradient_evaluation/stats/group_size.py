@@ -105,26 +105,28 @@ def group_size_law(prompts: PromptMoments, sketches: Sketches | None, bootstrap:
         n_prompts, sketch_dim, reasons.
     """
     measured = _measured(prompts, sketches, bootstrap)
-    law: dict = {
+    found: dict = {
         "n_prompts": bootstrap.n_prompts,
         "sketch_dim": Missing(NO_SKETCHES) if sketches is None else sketches.dim or Missing("the rows are whole gradients"),
         "sketch_standard_error": Missing(NO_SKETCHES) if sketches is None else measured.sketch_error,
     }
     for name, row in COLUMNS.items():
-        law |= _constant(name, row, measured)
+        found |= _constant(name, row, measured)
     unknown = measured.silence or measured.no_pairs
-    law["curve"] = _curve(law, measured)
-    law |= _recommended(law, measured, prompts.theta_sq_noise, unknown)
-    noise = law["G_star"].reason if law["c3"] <= 0 and isinstance(law["G_star"], Missing) else None  # G = 2 would be least
+    found["curve"] = _curve(found, measured)
+    found |= _recommended(found, measured, prompts.theta_sq_noise, unknown)
+    noise = (
+        found["G_star"].reason if found["c3"] <= 0 and isinstance(found["G_star"], Missing) else None
+    )  # G = 2 would be least
     table, no_table = _relative_mse(measured, unknown or noise)
-    law |= {"relative_mse": table, "almost_best": Missing(no_table) if no_table else almost_best(table)}
-    law |= _noise_scale(law, measured)
-    law["silent_share"] = _silent_share(prompts.outcomes, bootstrap)
-    result = with_reasons(law)
+    found |= {"relative_mse": table, "almost_best": Missing(no_table) if no_table else almost_best(table)}
+    found |= _noise_scale(found, measured)
+    found["silent_share"] = _silent_share(prompts.outcomes, bootstrap)
+    result = with_reasons(found)
     # A table without any number has one reason, under its own name.
     if no_table:
         result["reasons"]["relative_mse"] = no_table
-    if isinstance(law["c1"], Missing):
+    if isinstance(found["c1"], Missing):
         result["reasons"]["curve"] = measured.no_pairs
     return result
 
@@ -164,12 +166,12 @@ def _constant(name: str, row: np.ndarray, measured: Measured) -> dict:
     return {name: float(value), f"{name}_ci95": Missing(ONE_PROMPT) if interval is None else interval}
 
 
-def _curve(law: dict, measured: Measured) -> dict:
+def _curve(found: dict, measured: Measured) -> dict:
     """N MSE at every G; all None without c1."""
     curve: dict = {"G": GROUP_SIZES.tolist(), "mse_times_N": None, "ci95": None, "terms": None}
-    if isinstance(law["c1"], Missing):
+    if isinstance(found["c1"], Missing):
         return curve
-    parts = law["c1"] * GROUP_SIZES, np.full(len(GROUP_SIZES), law["c2"]), law["c3"] / (GROUP_SIZES - 1)
+    parts = found["c1"] * GROUP_SIZES, np.full(len(GROUP_SIZES), found["c2"]), found["c3"] / (GROUP_SIZES - 1)
     curve["mse_times_N"] = sum(parts).tolist()
     curve["terms"] = {name: part.tolist() for name, part in zip(("c1", "c2", "c3"), parts)}
     if measured.no_pairs:
@@ -187,23 +189,23 @@ def _relative_mse(measured: Measured, unknown: str | None) -> tuple[dict, str | 
     return relative_mse(measured.averages, POWERS[POWERS <= GROUP_SIZES[-1]], measured.bootstrap)
 
 
-def _recommended(law: dict, measured: Measured, noise: np.ndarray, unknown: str | None) -> dict:
+def _recommended(found: dict, measured: Measured, noise: np.ndarray, unknown: str | None) -> dict:
     """The best group size, and what would distinguish c1 from 0 where it is not."""
     needed = ("more_prompts", "times_continuations", "continuations_share")
     if unknown:
         return dict.fromkeys((*BEST, "G_star_at_least", *needed), Missing(unknown))
-    values, intervals = ([law[f"{name}{end}"] for name in ("c1", "c2", "c3")] for end in ("", "_ci95"))
-    constants = Constants(measured.averages, tuple(values), tuple(intervals), measured.sketch_error, law["n_prompts"])
-    if law["c1_ci95"][0] > 0:
+    values, intervals = ([found[f"{name}{end}"] for name in ("c1", "c2", "c3")] for end in ("", "_ci95"))
+    constants = Constants(measured.averages, tuple(values), tuple(intervals), measured.sketch_error, found["n_prompts"])
+    if found["c1_ci95"][0] > 0:
         why = Missing("c1 is above 0: nothing more is needed for it")
         return {**best_size(constants, None), **dict.fromkeys(needed, why)}
-    found = forecast(measured.theta_sq, measured.products, law["c1_ci95"], measured.sketch_error, noise)
-    more = {key: Missing(found.text) if value is None else value for key, value in zip(needed, found)}
-    return {**best_size(constants, found.text), **more}
+    outlook = forecast(measured.theta_sq, measured.products, found["c1_ci95"], measured.sketch_error, noise)
+    more = {key: Missing(outlook.text) if value is None else value for key, value in zip(needed, outlook)}
+    return {**best_size(constants, outlook.text), **more}
 
 
-def _noise_scale(law: dict, measured: Measured) -> dict:
-    size, interval = law["best_integer"], law["mean_theta_norm_sq_ci95"]
+def _noise_scale(found: dict, measured: Measured) -> dict:
+    size, interval = found["best_integer"], found["mean_theta_norm_sq_ci95"]
     keys = ("gradient_noise_scale", "gradient_noise_scale_ci95")
     missing = next((each for each in (interval, size) if isinstance(each, Missing)), None)
     if missing is not None:
@@ -213,8 +215,8 @@ def _noise_scale(law: dict, measured: Measured) -> dict:
         return {**dict.fromkeys(keys, Missing(why)), "gradient_noise_scale_G": size}
     (value,), draws = measured.averages.linear_ratio(mse_rows(np.array([size])) / size, COLUMNS["mean_theta_norm_sq"])
     estimate = measured.bootstrap.estimate(float(value), draws[:, 0])
-    found = estimate.value_or_missing(), estimate.interval_or_missing()
-    return {**dict(zip(keys, found)), "gradient_noise_scale_G": size}
+    number = estimate.value_or_missing(), estimate.interval_or_missing()
+    return {**dict(zip(keys, number)), "gradient_noise_scale_G": size}
 
 
 def _silent_share(outcomes: Sequence[RewardCounts], bootstrap: PromptBootstrap) -> dict:

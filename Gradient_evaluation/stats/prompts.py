@@ -153,7 +153,7 @@ def _evidence(mean_sq: np.ndarray, norm_sq: np.ndarray) -> np.ndarray:
 
 def _mean_over_large_blocks(blocks: Sequence[tuple], kind: str, group_size: int) -> np.ndarray:
     """The three GroupMoments, each over the blocks that are large enough for it; NaN where none is."""
-    found = np.array([group_moments(*block, kind, group_size) for block in blocks])
+    found = np.array([group_moments(block, kind, group_size) for block in blocks])
     usable = ~np.isnan(found)
     count = usable.sum(0)
     return np.where(count > 0, np.where(usable, found, 0.0).sum(0) / np.maximum(count, 1), np.nan)

@@ -15,6 +15,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.estimators import ESTIMATORS, label_of
+from Gradient_evaluation.stats.missing import Missing
 from plots.measurement import Scores, load_measurement
 from plots.notebook import mse_table
 from plots.plot_estimators import FAIR, fit_ratio_law, missing, plot_any_group_size, plot_estimators, plot_ratio, ratios_by_size
@@ -304,7 +305,7 @@ def test_a_wrong_folder_of_grams_is_one_line(path, tmp_path):
 
 
 def test_results_without_oracle_values_say_so(measured):
-    bare = replace(measured, grams=replace(measured.grams, oracle_value="no oracle value V(x) (12 of 12 prompts)"))
+    bare = replace(measured, grams=replace(measured.grams, oracle_value=Missing("no oracle value V(x) (12 of 12 prompts)")))
     for draw in (plot_prompt_traces, plot_variance_shares, plot_best_baselines):
         with pytest.raises(UserError, match="no oracle value"):
             draw(bare, 4)
@@ -314,7 +315,7 @@ def test_results_without_oracle_values_say_so(measured):
 
 
 def test_missing_floor_is_named_below_the_axis_at_any_size(measured):
-    bare = replace(measured, grams=replace(measured.grams, best_trace="there is only one block"))
+    bare = replace(measured, grams=replace(measured.grams, best_trace=Missing("there is only one block")))
     _, ax = plot_any_group_size(bare)
     assert notes(ax) == "floor b*(x) not computed: raise --M or lower --block_size"
     assert not any("floor" in label for label in lines(ax))

@@ -73,26 +73,26 @@ def two_levels(generator, n: int, spread=0.5, common=0.5, noise=2.0, c3=30.0, di
 
 
 @cache
-def coverage_of_the_law(n: int, repeats: int, noise: float = 2.0, c3: float = 30.0) -> dict:
-    """Shares of intervals that hold the truth, of laws that have them, and how often there is a G*."""
+def coverage_of_group_sizes(n: int, repeats: int, noise: float = 2.0, c3: float = 30.0) -> dict:
+    """Shares of intervals that hold the truth, where there are any, and how often there is a G*."""
     generator, held, answers = np.random.default_rng([2, n]), {}, []
     for seed in range(repeats):
         moments, truth = two_levels(generator, n, noise=noise, c3=c3)
-        law = group_size_law_of(moments, DRAWS, seed)
+        result = group_size_law_of(moments, DRAWS, seed)
         for name, value in truth.items():
-            if law[f"{name}_ci95"] is not None:
-                low, high = law[f"{name}_ci95"]
+            if result[f"{name}_ci95"] is not None:
+                low, high = result[f"{name}_ci95"]
                 held.setdefault(name, []).append(low <= value <= (np.inf if high is None else high))
-        held.setdefault("G_star_at_least", []).append((law["G_star_at_least"] or 2) <= truth["G_star"])
-        table = law["relative_mse"]
+        held.setdefault("G_star_at_least", []).append((result["G_star_at_least"] or 2) <= truth["G_star"])
+        table = result["relative_mse"]
         if table["value"] is not None:
             mse = {size: mse_times_budget(truth["c1"], truth["c2"], truth["c3"], size) for size in table["G"]}
             for size, (low, high) in zip(table["G"], table["ci95"]):
                 if size != table["reference"] and size in (2, 4, 16, 64):
                     ratio = mse[size] / mse[table["reference"]]
                     held.setdefault("relative_mse", []).append(low <= ratio <= (np.inf if high is None else high))
-        if law["G_star"] is not None:
-            answers.append((law["G_star"] / truth["G_star"], law["G_star_may_be_larger"]))
+        if result["G_star"] is not None:
+            answers.append((result["G_star"] / truth["G_star"], result["G_star_may_be_larger"]))
     return {
         **{name: float(np.mean(each)) for name, each in held.items()},
         "answered": len(answers) / repeats,
@@ -107,7 +107,7 @@ def coverage_of_the_law(n: int, repeats: int, noise: float = 2.0, c3: float = 30
     "kind, spread, n, least",
     [("lognormal", 0.5, 10, 0.90), ("lognormal", 1.24, 10, 0.86), ("lognormal", 1.24, 40, 0.89), ("gamma", 2.0, 12, 0.86)],
 )
-def test_bootstrap_t_holds_the_truth_far_more_often_than_the_percentile_interval(kind, spread, n, least):
+def test_bootstrap_t_beats_the_percentile_interval(kind, spread, n, least):
     found = coverage_of_means(kind, spread, n, 400)
     assert found["bootstrap-t"] > least and found["ratio"] > 0.86
     assert found["bootstrap-t"] > found["percentile"] + (0.04 if n < 40 else 0.0)
@@ -151,7 +151,7 @@ def test_an_interval_is_finite_and_holds_its_estimate(values):
         assert estimate.interval == pytest.approx([values[0]] * 2)
 
 
-def test_intervals_go_with_scale_and_shift_and_are_of_the_same_resamples():
+def test_intervals_go_with_scale_and_shift():
     values, bootstrap = heavy_tailed(np.random.default_rng(0), "lognormal", 1.0, 15), PromptBootstrap(15, 300, seed=3)
     plain = np.array(bootstrap.mean(values).interval)
     assert bootstrap.mean(7 - 3 * values).interval == pytest.approx((7 - 3 * plain[::-1]).tolist())
@@ -181,7 +181,7 @@ def test_intervals_go_with_scale_and_shift_and_are_of_the_same_resamples():
         ([0.0, 0.0, 0.0, 0.0], "includes 0"),
     ],
 )
-def test_a_ratio_is_formed_only_over_a_denominator_whose_lower_end_is_above_zero(denominator, reason):
+def test_a_ratio_needs_a_denominator_surely_above_zero(denominator, reason):
     denominator = np.array(denominator)
     bootstrap = PromptBootstrap(len(denominator), 300)
     estimate = bootstrap.ratio(np.ones(len(denominator)), denominator, "trace")
@@ -195,8 +195,9 @@ def test_a_ratio_is_formed_only_over_a_denominator_whose_lower_end_is_above_zero
 # --- the group size ---
 
 
-def test_the_lower_bound_and_the_cost_of_a_wrong_size_hold_also_where_c1_is_rarely_told_from_zero():
-    found = coverage_of_the_law(20, 120, noise=6.0, c3=300.0)
+def test_the_lower_bound_holds_where_c1_may_be_zero():
+    """And so does the cost of a wrong size."""
+    found = coverage_of_group_sizes(20, 120, noise=6.0, c3=300.0)
     assert found["answered"] < 0.4 and found["G_star_at_least"] > 0.9, found
     assert found["G_star"] > 0.9, found  # one-sided there
     ratios, flagged = zip(*found["answers"])
@@ -205,8 +206,8 @@ def test_the_lower_bound_and_the_cost_of_a_wrong_size_hold_also_where_c1_is_rare
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [10, 20, 50])
-def test_intervals_of_the_law_in_a_model_of_two_levels(n):
-    found = coverage_of_the_law(n, 400)
+def test_intervals_hold_in_a_model_of_two_levels(n):
+    found = coverage_of_group_sizes(n, 400)
     for name in ("c1", "c2", "c3", "G_star", "G_star_at_least", "relative_mse"):
         assert found[name] > 0.84, (name, found[name])
 
@@ -219,8 +220,8 @@ PREFIXES = (6, 7, 9, 12, 13, 16, 20, 24, 32, 40, 50, 64, 80, 100, 130)
 def prefix_forecasts(seed: int) -> dict[int, int | None]:
     """n → n plus the prompts asked for, of growing prefixes of one table; None where c1 is told from 0."""
     moments, _ = two_levels(np.random.default_rng(seed), PREFIXES[-1], spread=0.3, noise=3.0)
-    laws = {n: group_size_law_of([part[:n] for part in moments], 200) for n in PREFIXES}
-    return {n: None if law["more_prompts"] is None else n + law["more_prompts"] for n, law in laws.items()}
+    results = {n: group_size_law_of([part[:n] for part in moments], 200) for n in PREFIXES}
+    return {n: None if result["more_prompts"] is None else n + result["more_prompts"] for n, result in results.items()}
 
 
 @pytest.mark.slow
@@ -252,20 +253,20 @@ def test_the_forecast_never_asks_for_one_more_again_and_again():
         (None, None, None),
     ],
 )
-def test_where_continuations_make_the_variance_the_forecast_says_how_many_more_would_do(noise, share, words):
+def test_the_forecast_says_how_many_continuations_would_do(noise, share, words):
     n = 24
     generator = np.random.default_rng(0)
     theta_sq = 0.1 + generator.permutation(np.linspace(-1, 1, n))
     noise_of_each = np.nan if noise is None else noise * theta_sq.var(ddof=1)
     prompts = prompts_with(theta_sq, np.ones(n), np.full(n, 5.0), theta_sq_noise=noise_of_each)
-    law = group_size_law(prompts, Sketches(1e-3 * generator.standard_normal((n, 4))), PromptBootstrap(n, 200))
-    assert law["G_star"] is None and law["more_prompts"] > 5
-    assert law["continuations_share"] == (None if share is None else pytest.approx(share, abs=0.05))
+    result = group_size_law(prompts, Sketches(1e-3 * generator.standard_normal((n, 4))), PromptBootstrap(n, 200))
+    assert result["G_star"] is None and result["more_prompts"] > 5
+    assert result["continuations_share"] == (None if share is None else pytest.approx(share, abs=0.05))
     if words is None:
-        assert "continuations per prompt" not in law["reasons"]["G_star"]
+        assert "continuations per prompt" not in result["reasons"]["G_star"]
     else:
-        assert words in law["reasons"]["G_star"]
-    assert (law["times_continuations"] is not None) == (noise == 1.0)
+        assert words in result["reasons"]["G_star"]
+    assert (result["times_continuations"] is not None) == (noise == 1.0)
 
 
 def print_tables(repeats: int = 1000) -> None:
@@ -281,11 +282,11 @@ def print_tables(repeats: int = 1000) -> None:
     print("\n| T | continuations' noise | " + " | ".join(names) + " |\n|---|---|" + "---|" * len(names))
     for noise, c3 in ((2.0, 30.0), (6.0, 300.0)):
         for n in (10, 20, 50):
-            found = coverage_of_the_law(n, max(20, repeats // 5), noise, c3)
+            found = coverage_of_group_sizes(n, max(20, repeats // 5), noise, c3)
             print(f"| {n} | {noise:g} | " + " | ".join(f"{found.get(name, np.nan):.2f}" for name in names) + " |", flush=True)
 
 
-def test_a_resample_of_prompts_that_hardly_differ_does_not_make_an_interval_without_size():
+def test_prompts_that_hardly_differ_have_a_bounded_interval():
     """Five of six prompts are 0 but for rounding: a resample without the sixth has a spread of 1e-17."""
     values = np.array([1.0, 1e-17, -1e-17, 1e-17, -1e-17, 1e-17])
     low, high = PromptBootstrap(6).mean(values).interval

@@ -1,4 +1,4 @@
-"""Every estimator of the table against its brute-force law: exact sums over all groups and all blocks, no sampling."""
+"""Every estimator of the table against brute force: exact sums over all groups and all blocks, no sampling."""
 
 import dataclasses
 import json
@@ -115,7 +115,7 @@ def brute_force(name, policies, index, group_size):
     }[name]
 
 
-def law(policy, estimator, group_size, drop_equal=False):
+def enumerated(policy, estimator, group_size, drop_equal=False):
     """P(keep), and mean (d,), trace and second moment of the estimator given that the group is kept."""
     index, chance = policy.tuples(group_size)
     rewards = policy.rewards[index]
@@ -127,7 +127,7 @@ def law(policy, estimator, group_size, drop_equal=False):
     return share, mean, float(chance @ ((values - mean) ** 2).sum(-1)), float(chance @ (values**2).sum(-1))
 
 
-# --- exact moments in the place of estimated ones ---
+# --- exact moments instead of estimated ones ---
 
 
 def exact_pairs(policy, scores) -> PairMoments:
@@ -185,13 +185,13 @@ def exact_prompts(policies, group_sizes=()) -> PromptMoments:
 def exact_group(policy, kind, size) -> GroupMoments:
     """The exact GroupMoments of one kind of advantages."""
     name = next(name for name, entry in ESTIMATORS.items() if entry.group == kind and not entry.per_token)
-    _, mean, _, second = law(policy, brute_force(name, [policy] * 2, 0, size), size)
+    _, mean, _, second = enumerated(policy, brute_force(name, [policy] * 2, 0, size), size)
     theta = policy.probs @ ((policy.rewards - policy.value)[:, None] * policy.scores)  # the mean of the pair kernel
     return GroupMoments(second, mean @ mean, mean @ theta)
 
 
 class ExactOutcomes:
-    """In the place of RewardCounts: the law instead of a sample, with the true chances of every group."""
+    """In the place of RewardCounts: the true chances of every group instead of a sample."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -219,23 +219,23 @@ def some_policies(seed, centred=True, binary=True):
 @pytest.mark.parametrize("binary", [True, False], ids=["binary", "real"])
 @pytest.mark.parametrize("group_size", [2, 3, 4])
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_mean_trace_bias_and_mse_are_those_of_the_enumerated_estimator(name, group_size, binary):
-    check_law(some_policies(21, binary=binary), name, group_size)
+def test_moments_are_those_of_the_enumerated_estimator(name, group_size, binary):
+    check_moments(some_policies(21, binary=binary), name, group_size)
 
 
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**30), binary=st.booleans(), group_size=st.sampled_from([2, 3]))
-def test_every_estimator_has_its_exact_law_for_any_policies(seed, binary, group_size):
+def test_every_estimator_has_its_exact_moments(seed, binary, group_size):
     for name in ESTIMATORS:
-        check_law(some_policies(seed, binary=binary), name, group_size)
+        check_moments(some_policies(seed, binary=binary), name, group_size)
 
 
-def check_law(policies, name, group_size):
+def check_moments(policies, name, group_size):
     prompts, entry = exact_prompts(policies, [group_size]), ESTIMATORS[name]
     found = moments_of(prompts, name, group_size)
     for at, policy in enumerate(policies):
         drop = entry.drop_silent
-        share, mean, trace, _ = law(policy, brute_force(name, policies, at, group_size), group_size, drop)
+        share, mean, trace, _ = enumerated(policy, brute_force(name, policies, at, group_size), group_size, drop)
         assert found.trace[at] == pytest.approx(trace, **EXACT)
         assert found.signal[at] == pytest.approx(mean @ mean, **EXACT)
         if drop:
@@ -257,13 +257,13 @@ def test_traces_hold_for_scores_whose_mean_is_not_zero(name, group_size):
     found = moments_of(exact_prompts(policies, [group_size]), name, group_size)
     drop = ESTIMATORS[name].drop_silent
     for at, policy in enumerate(policies):
-        _, _, trace, _ = law(policy, brute_force(name, policies, at, group_size), group_size, drop)
+        _, _, trace, _ = enumerated(policy, brute_force(name, policies, at, group_size), group_size, drop)
         assert found.trace[at] == pytest.approx(trace, **EXACT)
 
 
-def test_the_bias_of_dr_grpo_is_minus_theta_over_k_and_that_of_opo_is_not_zero():
+def test_dr_grpo_has_bias_minus_theta_over_k_and_opo_has_one():
     policies = some_policies(3)
-    _, mean, _, _ = law(policies[0], brute_force("dr_grpo", policies, 0, 3), 3)
+    _, mean, _, _ = enumerated(policies[0], brute_force("dr_grpo", policies, 0, 3), 3)
     assert mean - policies[0].theta == pytest.approx(-policies[0].theta / 3, **EXACT)
     assert moments_of(exact_prompts(policies, [3]), "opo", 3).squared_bias.min() > 1e-6
 
@@ -273,7 +273,7 @@ def test_the_bias_of_dr_grpo_is_minus_theta_over_k_and_that_of_opo_is_not_zero()
 
 @pytest.mark.parametrize("centred", [True, False], ids=["centred", "not_centred"])
 @pytest.mark.parametrize("size", [4, 5])
-def test_mixture_and_length_normalised_statistics_are_unbiased_over_all_blocks(centred, size):
+def test_mixture_and_length_statistics_are_unbiased(centred, size):
     policy = random_policy(6, centred=centred, binary=False)
     gram, rewards, lengths, chance = policy.blocks(size)
     exact = exact_prompts([policy] * 3)
@@ -285,7 +285,7 @@ def test_mixture_and_length_normalised_statistics_are_unbiased_over_all_blocks(c
 
 @settings(max_examples=8, deadline=None)
 @given(seed=seeds, centred=st.booleans(), binary=st.booleans(), weight=st.floats(0, 1), baseline=st.floats(-1, 2))
-def test_any_mixture_of_leave_one_out_and_a_constant_has_its_exact_trace(seed, centred, binary, weight, baseline):
+def test_any_mixture_with_a_constant_has_its_exact_trace(seed, centred, binary, weight, baseline):
     policy = random_policy(seed, centred=centred, binary=binary)
     gram, rewards, _, chance = policy.blocks(4)
     pairs = PairMoments(*(np.array([chance @ part]) for part in pair_moments(gram, rewards)))
@@ -308,7 +308,7 @@ def test_any_mixture_of_leave_one_out_and_a_constant_has_its_exact_trace(seed, c
 def test_resampled_group_moments_are_unbiased_over_all_blocks(kind, group_size, size, n_outcomes, binary):
     policy = random_policy(7, n_outcomes=n_outcomes, binary=binary)
     gram, rewards, lengths, chance = policy.blocks(size)
-    found = group_moments(gram, rewards, lengths, kind, group_size, n_groups=3)
+    found = group_moments((gram, rewards, lengths), kind, group_size, n_groups=3)
     truth = exact_group(policy, kind, group_size)
     for part, estimate, exact in zip(GroupMoments._fields, found, truth):
         if part == "disjoint" and 2 * group_size > size:
@@ -327,7 +327,7 @@ def test_groups_of_a_partition_are_disjoint_and_always_the_same():
 # --- fitted and borrowed baselines never see their own prompt ---
 
 
-def test_a_prompts_own_samples_reach_neither_its_borrowed_baseline_nor_its_shrinkage_weight():
+def test_borrowed_baselines_never_see_their_own_prompt():
     def fitted(records):
         prompts = reduce_prompts(records)
         return mean_of_others(prompts), shrinkage_weights(prompts, 2)
@@ -343,7 +343,7 @@ def test_a_prompts_own_samples_reach_neither_its_borrowed_baseline_nor_its_shrin
         assert np.abs(np.delete(new - old, 2)).max() > 1e-3  # the others' do move
 
 
-def test_the_shrinkage_weight_minimises_the_other_prompts_average_trace():
+def test_the_shrinkage_weight_is_best_for_the_other_prompts():
     policies = some_policies(12) + some_policies(40)
     prompts = exact_prompts(policies)
     for group_size in (2, 16):
@@ -385,7 +385,7 @@ def sampled_records(n_prompts=40, sizes=(16, 16), **kinds):
     return made
 
 
-def test_plain_and_dr_grpo_have_the_effective_group_size_they_run_with():
+def test_grpo_and_dr_grpo_have_their_own_group_size():
     results = summary_of(sampled_records(sizes=(32, 32)), [4, 8], 200, names=["dr_grpo"])
     for name in ("grpo", "dr_grpo"):
         assert results["estimators"][name]["effective_group_size"] == pytest.approx([4, 8], rel=1e-9)
@@ -404,7 +404,7 @@ def group_trace_of(results, size):
 # --- from records to results ---
 
 
-def test_all_estimators_agree_with_their_exact_law_within_monte_carlo_error():
+def test_sampled_records_give_the_exact_moments():
     """Through the whole of summarise, on many blocks; the ratios of dynamic sampling need large blocks."""
     policies = some_policies(30)
     generator = np.random.default_rng(3)
@@ -429,7 +429,7 @@ def test_all_estimators_agree_with_their_exact_law_within_monte_carlo_error():
 
 
 def nulls(node, path=""):
-    """Dotted paths of all Nones; a list counts as one place."""
+    """Dotted paths of all Nones; a list counts as one path."""
     if node is None:
         return [path]
     if isinstance(node, list):
@@ -441,7 +441,7 @@ def nulls(node, path=""):
 
 @pytest.mark.parametrize("sizes", [(4,), (8, 8), (16, 9)])
 @pytest.mark.parametrize("n_prompts", [1, 2, 3, 25])
-def test_every_estimator_is_in_the_results_and_every_null_has_its_reason(n_prompts, sizes):
+def test_every_null_in_the_results_has_its_reason(n_prompts, sizes):
     records = sampled_records(n_prompts, sizes)
     results = summary_of(records, [2, 4, 8], 60, names=list(ESTIMATORS))
     assert list(results["estimators"]) == [*DEFAULT, *(name for name in ESTIMATORS if name not in DEFAULT)]
@@ -464,7 +464,7 @@ def test_the_published_keys_do_not_change_with_more_estimators():
             assert plain[key] == more[key]
 
 
-def test_a_block_too_small_for_pairs_of_groups_still_gives_the_mse_to_theta():
+def test_a_block_too_small_for_two_groups_still_has_an_mse():
     results = summary_of(sampled_records(sizes=(16, 16)), [8, 10, 16], 40, names=["opo", "std_verl"])
     opo, std = results["estimators"]["opo"], results["estimators"]["std_verl"]
     assert opo["trace_cov"][0] > 0 and opo["trace_cov"][1:] == [None, None]
@@ -490,7 +490,7 @@ def test_the_greedy_baseline_needs_its_continuation_and_says_so():
         reduce_prompts(records)
 
 
-def test_prompts_that_keep_no_group_are_counted_and_weigh_nothing():
+def test_prompts_that_keep_no_group_weigh_nothing():
     records = sampled_records(12)
     without = summary_of(records, [4], 40, names=["dynamic_sampling"])["estimators"]["dynamic_sampling"]
     gram, rewards, lengths = records[0].blocks[0]
@@ -509,7 +509,7 @@ def test_prompts_that_keep_no_group_are_counted_and_weigh_nothing():
     assert traces[-1] is None and None not in traces[:-1]
 
 
-def test_averages_over_kept_groups_weigh_prompts_by_their_share_of_them():
+def test_prompts_weigh_by_their_share_of_kept_groups():
     policies = [random_policy(at, n_outcomes=4) for at in range(4)]
     for at, policy in enumerate(policies):  # from rarely to mostly kept
         right = 0.03 + 0.15 * at
@@ -532,7 +532,7 @@ def with_counts(prompts):
     return dataclasses.replace(prompts, score_norm_sq=three, score_evidence=evidence, outcome_share=three, n_outcomes=three)
 
 
-def test_when_every_group_is_dropped_there_is_a_reason_instead_of_a_number():
+def test_without_a_kept_group_there_is_a_reason():
     records = sampled_records(6)
     for record in records:
         record.blocks = [(gram, rewards * 0, lengths) for gram, rewards, lengths in record.blocks]
@@ -542,7 +542,7 @@ def test_when_every_group_is_dropped_there_is_a_reason_instead_of_a_number():
     assert "share of groups kept" in results["reasons"]["estimators.dapo.trace_cov"]
 
 
-def test_names_and_aliases_resolve_and_unknown_ones_list_what_there_is():
+def test_names_resolve_and_unknown_ones_list_what_there_is():
     assert resolve(["rloo", "vanilla", "opo", "opo"]) == [*DEFAULT, "opo"]
     assert set(ALIASES.values()) <= set(ESTIMATORS)
     assert list(group_rules(["opo", "dr_grpo", "dynamic_sampling", "dapo"])) == ["opo", "dapo"] and group_rules([]) == {}
@@ -550,7 +550,7 @@ def test_names_and_aliases_resolve_and_unknown_ones_list_what_there_is():
         summary_of(sampled_records(3), [4], names=["grpoo"])
 
 
-def test_moments_reduced_without_an_estimator_do_not_pass_for_its_results():
+def test_prompts_reduced_without_an_estimator_are_refused():
     prompts = reduce_prompts(sampled_records(3), [4], ["opo"])
     for sizes, names in (([8], ["opo"]), ([4], ["std_verl"])):
         with pytest.raises(ValueError, match="call reduce_prompts"):
@@ -561,7 +561,7 @@ def test_moments_reduced_without_an_estimator_do_not_pass_for_its_results():
 
 
 @pytest.mark.parametrize("name", ["verl_default", "token_mean", "dapo"])
-def test_token_mean_aggregation_is_that_of_verls_loss_over_a_whole_update_batch(name):
+def test_token_mean_is_verls_loss_over_an_update_batch(name):
     """One update batch holds every possible group once; VERL's own advantages and agg_loss, one group at a time.
 
     The policies' outcomes are equally likely, so the batch's tokens over its continuations are exactly the mean length.
@@ -602,7 +602,7 @@ def test_token_mean_aggregation_is_that_of_verls_loss_over_a_whole_update_batch(
         assert found.trace[at] == pytest.approx(((gradients - mean) ** 2).sum(1).mean(), rel=1e-6)
 
 
-def test_token_mean_is_grpo_in_another_unit_and_keeps_its_effective_group_size():
+def test_token_mean_keeps_grpos_effective_group_size():
     records = sampled_records(sizes=(32, 32))
     results = summary_of(records, [4, 8], 200, names=["token_mean"])
     found, plain = results["estimators"]["token_mean"], results["estimators"]["grpo"]

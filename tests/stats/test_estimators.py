@@ -38,13 +38,13 @@ def exact_coefficients(policy) -> np.ndarray:
     return np.array([p @ (z**2 * square) - theta @ theta, p @ (z * square) - theta @ mean, p @ square - mean @ mean])
 
 
-# --- population formulas against the brute-force law of the estimator ---
+# --- population formulas against brute force ---
 
 
 @KINDS_OF_POLICY
 @KINDS_OF_REWARD
 @pytest.mark.parametrize("group_size", [2, 3, 4])
-def test_population_formulas_give_the_exact_trace_of_each_estimator(centred, binary, group_size):
+def test_population_formulas_give_the_exact_traces(centred, binary, group_size):
     policy = random_policy(11, centred=centred, binary=binary)
     _, trace = policy.moments(leave_one_out, group_size)
     assert group_trace(exact_pair_moments(policy), group_size) == pytest.approx(trace, **EXACT)
@@ -66,7 +66,7 @@ def test_the_group_size_law_holds_for_any_policy(seed, centred, binary, group_si
 
 @settings(max_examples=25, deadline=None)
 @given(seed=seeds, binary=st.booleans())
-def test_with_scores_of_mean_zero_four_zeta1_is_the_oracle_trace_and_the_floor_is_lowest(seed, binary):
+def test_four_zeta1_is_the_oracle_trace_and_the_floor_lowest(seed, binary):
     policy = random_policy(seed, binary=binary)
     pairs, coefficients = exact_pair_moments(policy), exact_coefficients(policy)
     oracle = prompt_only_trace(coefficients, policy.value)
@@ -97,7 +97,7 @@ def test_every_block_statistic_is_unbiased_over_all_blocks(centred, binary, size
 
 @settings(max_examples=10, deadline=None)
 @given(seed=seeds, centred=st.booleans(), binary=st.booleans(), group_size=st.sampled_from([2, 3, 4]))
-def test_block_estimates_average_to_the_exact_trace_for_any_policy(seed, centred, binary, group_size):
+def test_block_estimates_average_to_the_exact_trace(seed, centred, binary, group_size):
     policy = random_policy(seed, centred=centred, binary=binary)
     gram, rewards, _, chance = policy.blocks(4)
     _, trace = policy.moments(leave_one_out, group_size)
@@ -115,7 +115,7 @@ def test_group_trace_extends_beyond_the_block_size():
     assert chance @ group_trace(pair_moments(gram, rewards), 7) == pytest.approx(trace, **EXACT)
 
 
-def test_records_give_the_same_numbers_as_the_block_formulas_averaged_over_all_blocks():
+def test_records_of_all_blocks_give_the_exact_results():
     """Through the whole of summarise: two equal prompts whose blocks are all blocks of 4 of a uniform policy."""
     policy = random_policy(8, n_outcomes=4, centred=False, binary=False)
     policy = policy._replace(probs=np.full(4, 0.25), scores=policy.scores - policy.scores.mean(0))
@@ -155,7 +155,7 @@ def test_the_on_policy_check_finds_scores_of_another_law():
     assert abs(summary_of(many, [2], 10)["on_policy_check"]["z"]) < 4
 
 
-def test_the_error_of_the_on_policy_check_is_that_of_a_ratio_of_averages():
+def test_the_error_of_the_on_policy_check_is_the_jackknifes():
     """Against the jackknife over prompts, on scores whose mean is far from 0 so that both averages matter."""
     moments = reduce_prompts(make_records(n_prompts=40, sizes=(16, 16), centred=False))
     check = summary_of(moments, [2], 10)["on_policy_check"]
@@ -169,7 +169,7 @@ def test_the_error_of_the_on_policy_check_is_that_of_a_ratio_of_averages():
 # --- the floor's baseline is cross-fitted ---
 
 
-def test_the_best_baseline_of_a_block_does_not_depend_on_that_block():
+def test_a_blocks_best_baseline_does_not_depend_on_it():
     blocks = make_records(n_prompts=1, sizes=(5, 6, 7))[0].blocks
     before = best_baselines(blocks)
     for number in range(3):
@@ -181,7 +181,7 @@ def test_the_best_baseline_of_a_block_does_not_depend_on_that_block():
         assert all(after[other] != before[other] for other in range(3) if other != number)
 
 
-def test_the_floor_is_unbiased_for_the_trace_at_the_baseline_of_the_other_block():
+def test_the_floor_is_unbiased_given_the_other_block():
     """Over all second blocks, with the first held fixed: the exact trace at the first block's b*."""
     policy = random_policy(2)
     gram, rewards, lengths, chance = policy.blocks(4)
@@ -193,7 +193,7 @@ def test_the_floor_is_unbiased_for_the_trace_at_the_baseline_of_the_other_block(
     assert estimate == pytest.approx(trace, **EXACT)
 
 
-def test_the_floor_is_not_below_the_exact_floor_and_tends_to_it_with_more_blocks():
+def test_the_floor_tends_to_the_exact_floor_from_above():
     """b* from the same block would give about 0.9 of the truth; two blocks of 16 cost up to 15%, sixteen about 1%."""
     policy = random_policy(9)
     generator = np.random.default_rng(1)
@@ -223,7 +223,7 @@ def test_one_block_has_no_floor_and_says_so():
 # --- results: layout, order, intervals, bad input ---
 
 
-def test_results_have_the_published_keys_and_survive_strict_json():
+def test_results_have_the_published_keys_in_strict_json():
     results = summary_of(make_records(n_prompts=12), [2, 4, 64], 50)
     assert set(results["conditional_on_x"]) == {"naive", "grpo", "oracleV"}
     for curve in (*results["conditional_on_x"].values(), results["best_baseline"]):
@@ -232,7 +232,8 @@ def test_results_have_the_published_keys_and_survive_strict_json():
     assert json.loads(json.dumps(results, allow_nan=False)) == results
 
 
-def test_results_do_not_depend_on_the_order_of_prompts_blocks_or_continuations():
+def test_results_do_not_depend_on_any_order():
+    """Of prompts, blocks or continuations."""
     records = make_records(n_prompts=6, sizes=(5, 7, 4), binary=False)
     generator = np.random.default_rng(4)
 
@@ -320,7 +321,7 @@ def test_signal_to_noise_is_null_where_the_trace_could_be_zero():
     json.dumps(results, allow_nan=False)
 
 
-def test_a_ratio_is_that_of_the_averages_not_the_average_of_ratios():
+def test_a_ratio_is_one_of_averages():
     records = make_records(n_prompts=5, sizes=(24, 24))
     results, moments = summary_of(records, [4], 10), reduce_prompts(records)
     trace = np.mean(prompt_trace_covs(moments, 4)["grpo"])
@@ -398,7 +399,7 @@ def test_bad_advantage_arguments_are_refused():
             group_advantages(rewards, kind)
 
 
-def test_the_noise_of_theta_sq_is_its_spread_from_block_to_block_and_missing_with_one_block():
+def test_the_noise_of_theta_sq_is_its_spread_over_blocks():
     records = make_records(n_prompts=30, sizes=(8,) * 6)
     noise = reduce_prompts(records).theta_sq_noise
     halves = [
@@ -410,7 +411,7 @@ def test_the_noise_of_theta_sq_is_its_spread_from_block_to_block_and_missing_wit
     assert np.isnan(reduce_prompts(make_records(n_prompts=2, sizes=(8,))).theta_sq_noise).all()
 
 
-def test_an_effective_group_size_below_the_smallest_group_is_null_with_the_reason():
+def test_an_effective_group_size_below_two_is_null():
     """Plain GRPO at K = 2 is better than this: no group of GRPO is as bad, and 1.3 continuations are no group."""
     moments = reduce_prompts(make_records(n_prompts=12, sizes=(16, 16)))
     pairs = moments.pairs._replace(

@@ -77,7 +77,7 @@ def sketch(gradients, k, seed):
     return made.reshape(len(gradients), -1).astype(np.float32), [SketchPart(k, k, True, True)]
 
 
-# --- the law itself, by brute force ---
+# --- the formula itself, by brute force ---
 
 
 @pytest.mark.parametrize("n_groups, group_size", [(1, 2), (1, 4), (2, 2), (2, 3), (3, 2)])
@@ -99,7 +99,7 @@ def test_enumeration_of_every_minibatch_has_the_predicted_mse(n_groups, group_si
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_total_variance_of_enumerated_groups_follows_the_law_at_every_group_size_with_its_minimum_where_predicted(seed):
+def test_enumerated_groups_follow_the_law_at_every_size(seed):
     family = make_family(seed=seed, n_outcomes=3, dim=4)
     c1, c2, c3 = exact_constants(family)
     thetas = np.stack([policy.theta for policy in family])
@@ -112,7 +112,7 @@ def test_total_variance_of_enumerated_groups_follows_the_law_at_every_group_size
     assert sizes[int(np.argmin(exact))] == best_integer(c1, c2, c3) in (np.floor(best), np.ceil(best))
 
 
-def test_simulated_minibatches_have_the_predicted_mse_at_every_group_size_and_the_least_where_predicted():
+def test_simulated_minibatches_have_the_predicted_mse():
     family, budget, repeats = make_family(seed=1), 64, 6000
     constants = exact_constants(family)
     target = np.mean([policy.theta for policy in family], axis=0)
@@ -134,7 +134,7 @@ def test_simulated_minibatches_have_the_predicted_mse_at_every_group_size_and_th
 
 
 @pytest.mark.parametrize("sketched", [False, True], ids=["whole_gradients", "sketches"])
-def test_constants_from_sampled_blocks_agree_with_the_exact_sums(sketched):
+def test_constants_from_sampled_blocks_are_the_exact_sums(sketched):
     family = make_family(seed=2, dim=144)
     truth = dict(zip(("c1", "c2", "c3"), exact_constants(family)))
     generator, found = np.random.default_rng(0), []
@@ -143,19 +143,19 @@ def test_constants_from_sampled_blocks_agree_with_the_exact_sums(sketched):
         layout = None
         if sketched:
             gradients, layout = sketch(gradients, 4, seed)
-        law = group_size_law_of((*moments, gradients, values), 20, layout=layout)
-        found.append([law[name] for name in truth])
+        result = group_size_law_of((*moments, gradients, values), 20, layout=layout)
+        found.append([result[name] for name in truth])
     error = np.std(found, axis=0, ddof=1) / np.sqrt(len(found))
     difference = np.mean(found, axis=0) - list(truth.values())
     assert (np.abs(difference) < 4 * error).all() and (error < 0.1 * np.array(list(truth.values()))).all()
 
 
-def test_the_whole_law_from_many_prompts_is_that_of_the_exact_constants():
+def test_many_prompts_give_the_law_of_the_exact_constants():
     family = make_family(seed=2)
     c1, c2, c3 = exact_constants(family)
-    law = group_size_law_of(sample_prompts(family, 1500, 16, np.random.default_rng(0)), 300)
+    result = group_size_law_of(sample_prompts(family, 1500, 16, np.random.default_rng(0)), 300)
     target = np.mean([policy.theta for policy in family], axis=0)
-    size = law["gradient_noise_scale_G"]
+    size = result["gradient_noise_scale_G"]
     truth = {
         "c1": c1,
         "c2": c2,
@@ -165,18 +165,18 @@ def test_the_whole_law_from_many_prompts_is_that_of_the_exact_constants():
         "gradient_noise_scale": (c1 + c2 / size + c3 / (size * (size - 1))) / (target @ target),
     }
     for name, value in truth.items():
-        low, high = law[f"{name}_ci95"]
+        low, high = result[f"{name}_ci95"]
         slack = (high - low) / 2  # four standard errors in all: 95% would fail one run in twenty
         assert low - slack < value < high + slack, name
         assert high - low < 0.5 * value, name
-    assert law["G_star_paper_bound"] == pytest.approx(law["G_star"] - 1)
-    curve = law["curve"]
+    assert result["G_star_paper_bound"] == pytest.approx(result["G_star"] - 1)
+    curve = result["curve"]
     assert curve["G"] == list(range(2, 513))
-    assert curve["mse_times_N"] == pytest.approx([law["c1"] * g + law["c2"] + law["c3"] / (g - 1) for g in curve["G"]])
+    assert curve["mse_times_N"] == pytest.approx([result["c1"] * g + result["c2"] + result["c3"] / (g - 1) for g in curve["G"]])
     assert np.sum([curve["terms"][name] for name in ("c1", "c2", "c3")], axis=0) == pytest.approx(curve["mse_times_N"])
     for value, (low, high) in zip(curve["mse_times_N"], curve["ci95"]):
         assert low < value < high
-    assert law["best_integer"] == curve["G"][int(np.argmin(curve["mse_times_N"]))]
+    assert result["best_integer"] == curve["G"][int(np.argmin(curve["mse_times_N"]))]
 
 
 # --- pairs of prompts: no pair with itself, intervals that hold ---
@@ -194,7 +194,7 @@ def test_the_pair_mean_does_not_hold_a_prompts_own_noise():
     assert abs(np.mean(found) - 0.25) < 4 * error and error < 0.1  # own pairs would add 80 / 6
 
 
-def test_the_variance_of_the_pair_mean_is_unbiased_for_its_spread():
+def test_the_variance_of_the_pair_mean_is_unbiased():
     generator = np.random.default_rng(1)
     products = [pair_products(noisy_gradients(12, 0.4, 1.0, generator)) for _ in range(1500)]
     spread = np.var([pair_mean(table) for table in products])
@@ -212,7 +212,7 @@ def test_a_resample_pairs_no_prompt_with_its_own_copy():
 
 
 @pytest.mark.parametrize("noise, mean", [(0.0, 1.0), (1.0, 0.0), (1.0, 0.3), (3.0, 0.3)])
-def test_intervals_of_the_pair_mean_hold_the_truth_whether_signal_or_noise_decides(noise, mean):
+def test_intervals_of_the_pair_mean_hold_the_truth(noise, mean):
     generator, bootstrap, widths = np.random.default_rng(2), PromptBootstrap(30, 300, 0), []
     held, values = 0, []
     for _ in range(300):
@@ -240,7 +240,7 @@ def test_a_pair_mean_and_a_plain_mean_are_resampled_together():
     assert again == pytest.approx(value) and np.corrcoef(draws[:, 0], halved[:, 0])[0, 1] > 0.99
 
 
-def test_intervals_of_the_law_hold_the_truth_when_prompts_and_sketch_are_drawn_afresh():
+def test_intervals_hold_over_prompts_and_sketches():
     """With a coarse sketch (k = 6); leaving its error out, the interval of ||mean theta||^2 fails far too often."""
     family = make_family(seed=4, n_prompts=12, dim=144, common=0.7)
     c1, c2, c3 = exact_constants(family)
@@ -250,10 +250,10 @@ def test_intervals_of_the_law_hold_the_truth_when_prompts_and_sketch_are_drawn_a
     for seed in range(repeats):
         *moments, gradients, _ = sample_prompts(family, 60, 24, generator)
         sketches, layout = sketch(gradients, 6, seed)
-        law = group_size_law_of((*moments, sketches), 200, seed, layout)
+        result = group_size_law_of((*moments, sketches), 200, seed, layout)
         for name, value in truth.items():
-            if law[name] is not None:
-                low, high = law[f"{name}_ci95"]
+            if result[name] is not None:
+                low, high = result[f"{name}_ci95"]
                 held[name].append(low <= value <= (np.inf if high is None else high))
         bare = group_size_law_of((*moments, sketches), 200, seed)["mean_theta_norm_sq_ci95"]
         without += bare[0] <= target @ target <= bare[1]
@@ -266,7 +266,7 @@ def test_intervals_of_the_law_hold_the_truth_when_prompts_and_sketch_are_drawn_a
 
 
 @pytest.mark.parametrize("rank", [1, 4])
-def test_the_sketch_error_found_from_one_sketch_is_the_spread_over_sketches(rank):
+def test_one_sketch_gives_the_spread_over_sketches(rank):
     generator = np.random.default_rng(0)
     common = generator.normal(size=(SHAPE[0], rank)) @ generator.normal(size=(rank, SHAPE[1]))
     gradients = common.ravel() + 0.5 * generator.normal(size=(10, 144))
@@ -281,15 +281,16 @@ def test_the_sketch_error_found_from_one_sketch_is_the_spread_over_sketches(rank
     assert np.std(found) < 2 * np.sqrt(1 / 6 + 1 / 36) * exact * 1.1  # the bound taken without a layout
 
 
-def test_with_many_prompts_the_sketch_alone_decides_the_interval_of_the_norm_and_it_holds():
+def test_the_interval_holds_where_the_sketch_alone_decides():
+    """The interval of the norm of the mean, of prompts without a difference."""
     generator, held = np.random.default_rng(0), 0
     common = generator.normal(size=(SHAPE[0], 4)) @ generator.normal(size=(4, SHAPE[1]))
     gradients = np.tile(common.ravel(), (6, 1))  # prompts without a difference: nothing for the bootstrap to see
     for seed in range(200):
         sketches, layout = sketch(gradients, 12, seed)
-        law = group_size_law_of((*plain_case(n=6)[:3], sketches), 200, seed, layout)
-        low, high = law["mean_theta_norm_sq_ci95"]
-        assert 0 < low < law["mean_theta_norm_sq"] < high
+        result = group_size_law_of((*plain_case(n=6)[:3], sketches), 200, seed, layout)
+        low, high = result["mean_theta_norm_sq_ci95"]
+        assert 0 < low < result["mean_theta_norm_sq"] < high
         held += low <= common.ravel() @ common.ravel() <= high
     assert held / 200 > 0.87
 
@@ -310,14 +311,16 @@ def test_a_side_that_was_kept_whole_has_no_sketch_error(random_rows, random_colu
     assert np.mean(claimed) == pytest.approx(np.var(found), rel=0.25, abs=1e-18)
 
 
-def test_the_sketch_error_moves_c1_far_less_than_the_norm_of_the_mean_and_shrinks_with_its_dimension():
+def test_the_sketch_error_of_c1_is_small_and_shrinks():
+    """Far smaller than that of the norm of the mean; a larger sketch has a smaller error."""
     family = make_family(seed=4, dim=144, common=0.3)
     *moments, gradients, _ = sample_prompts(family, 60, 12, np.random.default_rng(0))
     spread = {}
     for k in (3, 6, 12):
-        laws = [group_size_law_of((*moments, sketch(gradients, k, seed)[0]), 2) for seed in range(40)]
+        results = [group_size_law_of((*moments, sketch(gradients, k, seed)[0]), 2) for seed in range(40)]
         spread[k] = [
-            np.std([law[name] for law in laws]) / np.mean([law[name] for law in laws]) for name in ("c1", "mean_theta_norm_sq")
+            np.std([result[name] for result in results]) / np.mean([result[name] for result in results])
+            for name in ("c1", "mean_theta_norm_sq")
         ]
     assert all(c1 < 0.4 * norm for c1, norm in spread.values())
     assert spread[12][0] < spread[6][0] < spread[3][0]
@@ -339,7 +342,7 @@ constants = st.floats(1e-3, 1e3)
 
 @settings(max_examples=200, deadline=None)
 @given(c1=constants, c2=constants, c3=st.floats(1e-9, 1e4))
-def test_the_best_integer_and_the_ten_percent_range_are_those_of_a_search(c1, c2, c3):
+def test_the_best_integer_and_range_are_those_of_a_search(c1, c2, c3):
     sizes = np.arange(2, 20000)
     curve = mse_times_budget(c1, c2, c3, sizes)
     least = curve.min()
@@ -354,10 +357,10 @@ def test_the_best_integer_and_the_ten_percent_range_are_those_of_a_search(c1, c2
 
 
 def test_powers_of_two_are_those_in_the_range():
-    law = group_size_law_of(sample_prompts(make_family(seed=2), 400, 16, np.random.default_rng(0)))
-    low, high = law["within_10_percent"]
-    assert law["powers_of_two"] == [power for power in (2, 4, 8, 16, 32, 64, 128, 256, 512) if low <= power <= high]
-    (low_low, low_high), (high_low, high_high) = law["within_10_percent_ci95"]
+    result = group_size_law_of(sample_prompts(make_family(seed=2), 400, 16, np.random.default_rng(0)))
+    low, high = result["within_10_percent"]
+    assert result["powers_of_two"] == [power for power in (2, 4, 8, 16, 32, 64, 128, 256, 512) if low <= power <= high]
+    (low_low, low_high), (high_low, high_high) = result["within_10_percent_ci95"]
     assert low_low <= low <= low_high and high_low <= high <= high_high
 
 
@@ -367,35 +370,35 @@ def test_powers_of_two_are_those_in_the_range():
 ANSWERS = ("G_star", "G_star_ci95", "best_integer", "within_10_percent", "powers_of_two", "G_star_at_least")
 
 
-def test_rewards_that_never_differ_have_no_best_group_size_and_say_why():
+def test_rewards_that_never_differ_have_no_best_group_size():
     """As of blocks whose rewards are all equal: every moment of GRPO is exactly 0."""
     rewards, grams = np.full((6, 8), 0.1), np.random.default_rng(0).normal(size=(6, 8, 20))
     moments = pair_moments(grams @ grams.swapaxes(1, 2), rewards)
-    law = group_size_law_of((moments.theta_sq, moments.zeta1, moments.zeta2, np.zeros((6, 4))))
+    result = group_size_law_of((moments.theta_sq, moments.zeta1, moments.zeta2, np.zeros((6, 4))))
     intervals = [f"{name}_ci95" for name in ("c1", "c2", "c3", "mean_theta_sq", "mean_theta_norm_sq")]
     for name in (*ANSWERS, *intervals, "almost_best", "more_prompts", "gradient_noise_scale"):
-        assert law[name] is None and law["reasons"][name].startswith("no reward ever differed"), name
-    assert law["relative_mse"]["value"] is None and "no reward ever differed" in law["reasons"]["relative_mse"]
-    assert "no best group size: no reward ever differed" in group_size_report(law, budget=64)
-    json.dumps(law, allow_nan=False)
+        assert result[name] is None and result["reasons"][name].startswith("no reward ever differed"), name
+    assert result["relative_mse"]["value"] is None and "no reward ever differed" in result["reasons"]["relative_mse"]
+    assert "no best group size: no reward ever differed" in group_size_report(result, budget=64)
+    json.dumps(result, allow_nan=False)
 
 
-def test_gradients_of_zero_with_rewards_that_differ_are_not_called_rewards_that_never_differ():
-    law = group_size_law_of((np.r_[0.0, 1.0, -1.0, 0, 0], np.zeros(5), np.r_[0.0, -1.0, 2.0, 0, 0], np.zeros((5, 4))))
-    assert law["G_star"] is None and "no reward ever differed" not in law["reasons"]["G_star"]
+def test_rewards_that_differ_are_not_said_to_be_equal():
+    result = group_size_law_of((np.r_[0.0, 1.0, -1.0, 0, 0], np.zeros(5), np.r_[0.0, -1.0, 2.0, 0, 0], np.zeros((5, 4))))
+    assert result["G_star"] is None and "no reward ever differed" not in result["reasons"]["G_star"]
 
 
 @pytest.mark.parametrize("c1, c3", [(1.0, -0.5), (0.0, -3.0), (-2.0, -0.1)])
-def test_a_c3_that_is_not_above_zero_is_noise_and_never_the_answer_two(c1, c3):
+def test_a_c3_not_above_zero_is_noise(c1, c3):
     """c3 >= 0 for every policy, so such an estimate says that more is needed, and not that G = 2 is best."""
     assert np.isnan(best_group_size(c1, c3)) and np.isnan(best_integer(c1, 1.0, c3))
-    law = group_size_law_of(plain_case(c1=c1, c3=c3), 100)
+    result = group_size_law_of(plain_case(c1=c1, c3=c3), 100)
     for name in (*ANSWERS, "almost_best"):
-        assert law[name] is None and "c3" in law["reasons"][name] and "noise" in law["reasons"][name], name
-    assert law["relative_mse"]["value"] is None and "noise" in law["reasons"]["relative_mse"]
-    text = group_size_report(law, budget=64)
+        assert result[name] is None and "c3" in result["reasons"][name] and "noise" in result["reasons"][name], name
+    assert result["relative_mse"]["value"] is None and "noise" in result["reasons"]["relative_mse"]
+    text = group_size_report(result, budget=64)
     assert "no best group size: c3" in text and text.count("so this is noise") == 1 and "within 10%" not in text
-    json.dumps(law, allow_nan=False)
+    json.dumps(result, allow_nan=False)
 
 
 def test_the_less_c1_is_known_the_less_is_said_of_g_star():
@@ -403,8 +406,8 @@ def test_the_less_c1_is_known_the_less_is_said_of_g_star():
     theta_sq, *rest = plain_case(c3=400.0)
     ends = []
     for spread in (0.1, 0.8, 2.5, 6.0):
-        law = group_size_law_of((1 + (theta_sq - theta_sq.mean()) * spread / theta_sq.std(), *rest), 400)
-        ends.append((law["G_star_at_least"], law["G_star_ci95"], law["G_star_may_be_larger"]))
+        result = group_size_law_of((1 + (theta_sq - theta_sq.mean()) * spread / theta_sq.std(), *rest), 400)
+        ends.append((result["G_star_at_least"], result["G_star_ci95"], result["G_star_may_be_larger"]))
     bounds, intervals, larger = zip(*ends)
     assert bounds[0] > bounds[1] > bounds[2] > bounds[3] > 2
     assert intervals[0][1] < intervals[1][1] and intervals[2][1] is None and intervals[3] is None
@@ -412,68 +415,68 @@ def test_the_less_c1_is_known_the_less_is_said_of_g_star():
 
 
 def test_no_group_size_below_two_is_ever_proposed():
-    law = group_size_law_of(plain_case(c1=4.0, c3=1.0), 100)
-    assert law["G_star"] == 2.0 and law["c3"] > 0
+    result = group_size_law_of(plain_case(c1=4.0, c3=1.0), 100)
+    assert result["G_star"] == 2.0 and result["c3"] > 0
 
 
-def test_a_c1_not_distinguishable_from_zero_has_no_best_group_size_but_a_number_of_prompts():
-    law = group_size_law_of(plain_case(c1=0.05, spread=0.5), 300)
-    assert law["c1_ci95"][0] <= 0 < law["c1_ci95"][1]
+def test_a_c1_that_may_be_zero_asks_for_more_prompts():
+    result = group_size_law_of(plain_case(c1=0.05, spread=0.5), 300)
+    assert result["c1_ci95"][0] <= 0 < result["c1_ci95"][1]
     for name in ("G_star", "G_star_ci95", "within_10_percent", "powers_of_two", "gradient_noise_scale"):
-        assert law[name] is None and "cannot be told from 0" in law["reasons"][name]
-    assert law["more_prompts"] > 0 and str(law["more_prompts"]) in law["reasons"]["G_star"]
-    assert law["curve"]["mse_times_N"] is not None and law["curve"]["ci95"] is not None
-    json.dumps(law, allow_nan=False)
+        assert result[name] is None and "cannot be told from 0" in result["reasons"][name]
+    assert result["more_prompts"] > 0 and str(result["more_prompts"]) in result["reasons"]["G_star"]
+    assert result["curve"]["mse_times_N"] is not None and result["curve"]["ci95"] is not None
+    json.dumps(result, allow_nan=False)
 
 
-def test_where_the_sketch_is_what_hides_c1_a_larger_sketch_is_asked_for():
+def test_where_the_sketch_hides_c1_it_asks_for_a_larger_one():
     theta_sq, zeta1, zeta2, _, values = plain_case(spread=0.001, c1=0.001)
     theta_sq = theta_sq + 3.0
     gradients = 1.0 + 1e-4 * np.random.default_rng(0).normal(size=(40, 3))
-    law = group_size_law_of((theta_sq, zeta1, zeta2, gradients, values), 100, dim=4)
-    assert law["more_prompts"] is None and "--sketch_dim" in law["reasons"]["G_star"]
-    assert law["sketch_standard_error"] == pytest.approx(2 * np.sqrt(1 / 4 + 1 / 16) * law["mean_theta_norm_sq"])
+    result = group_size_law_of((theta_sq, zeta1, zeta2, gradients, values), 100, dim=4)
+    assert result["more_prompts"] is None and "--sketch_dim" in result["reasons"]["G_star"]
+    assert result["sketch_standard_error"] == pytest.approx(2 * np.sqrt(1 / 4 + 1 / 16) * result["mean_theta_norm_sq"])
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
 def test_few_prompts_are_reasons_not_errors(n):
-    law = group_size_law_of(plain_case(n=n, mean=1.0))
-    nulls = [name for name, value in law.items() if value is None]
+    result = group_size_law_of(plain_case(n=n, mean=1.0))
+    nulls = [name for name, value in result.items() if value is None]
     assert {"c1_ci95", "G_star", "G_star_ci95", "within_10_percent", "gradient_noise_scale"} <= set(nulls)
-    assert set(nulls) <= set(law["reasons"])
-    assert (law["c1"] is None) == (n == 1) and law["c2"] is not None
-    assert ("needs at least two" if n == 1 else "fewer than 4") in law["reasons"]["G_star"]
-    assert n > 1 or "needs at least two" in law["reasons"]["c1"] and "interval" in law["reasons"]["c2_ci95"]
-    json.dumps(law, allow_nan=False)
-    assert "no best group size" in group_size_report(law, budget=64)
+    assert set(nulls) <= set(result["reasons"])
+    assert (result["c1"] is None) == (n == 1) and result["c2"] is not None
+    assert ("needs at least two" if n == 1 else "fewer than 4") in result["reasons"]["G_star"]
+    assert n > 1 or "needs at least two" in result["reasons"]["c1"] and "interval" in result["reasons"]["c2_ci95"]
+    json.dumps(result, allow_nan=False)
+    assert "no best group size" in group_size_report(result, budget=64)
 
 
 def test_records_without_sketches_say_so():
     *moments, _, values = plain_case()
-    law = group_size_law_of((*moments, None, values))
-    assert law["c1"] is None and "--sketch_dim" in law["reasons"]["c1"] and law["c3_ci95"] is not None
-    assert "--sketch_dim" in group_size_report(law) and all(
-        name in law["reasons"] for name, value in law.items() if value is None
+    result = group_size_law_of((*moments, None, values))
+    assert result["c1"] is None and "--sketch_dim" in result["reasons"]["c1"] and result["c3_ci95"] is not None
+    assert "--sketch_dim" in group_size_report(result) and all(
+        name in result["reasons"] for name, value in result.items() if value is None
     )
-    json.dumps(law, allow_nan=False)
+    json.dumps(result, allow_nan=False)
 
 
 def test_gradients_that_are_all_zero_do_not_crash():
-    law = group_size_law_of((np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4))))
-    assert law["c1"] == 0.0 and law["gradient_noise_scale"] is None
-    json.dumps(law, allow_nan=False)
+    result = group_size_law_of((np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4))))
+    assert result["c1"] == 0.0 and result["gradient_noise_scale"] is None
+    json.dumps(result, allow_nan=False)
 
 
-def test_the_noise_scale_is_null_where_the_mean_gradient_may_be_zero_and_has_its_formula_elsewhere():
-    law = group_size_law_of(plain_case(mean=0.0), 100)
-    assert law["G_star"] is not None and law["gradient_noise_scale"] is None
-    assert "includes 0" in law["reasons"]["gradient_noise_scale"]
-    law = group_size_law_of(plain_case(mean=1.0), 100)
-    size = law["gradient_noise_scale_G"]
-    mse = law["c1"] + law["c2"] / size + law["c3"] / (size * (size - 1))
-    assert law["gradient_noise_scale"] == pytest.approx(mse / law["mean_theta_norm_sq"])
-    assert size == law["best_integer"] > 2
-    assert law["gradient_noise_scale_ci95"][0] < law["gradient_noise_scale"] < law["gradient_noise_scale_ci95"][1]
+def test_the_noise_scale_has_its_formula_or_is_null():
+    result = group_size_law_of(plain_case(mean=0.0), 100)
+    assert result["G_star"] is not None and result["gradient_noise_scale"] is None
+    assert "includes 0" in result["reasons"]["gradient_noise_scale"]
+    result = group_size_law_of(plain_case(mean=1.0), 100)
+    size = result["gradient_noise_scale_G"]
+    mse = result["c1"] + result["c2"] / size + result["c3"] / (size * (size - 1))
+    assert result["gradient_noise_scale"] == pytest.approx(mse / result["mean_theta_norm_sq"])
+    assert size == result["best_integer"] > 2
+    assert result["gradient_noise_scale_ci95"][0] < result["gradient_noise_scale"] < result["gradient_noise_scale_ci95"][1]
 
 
 @pytest.mark.parametrize(
@@ -491,7 +494,7 @@ def test_values_that_are_not_finite_are_refused(spoil, message):
 # --- silent groups, budgets, words ---
 
 
-def test_the_share_of_silent_groups_is_the_mean_over_prompts_of_the_unbiased_share_for_any_rewards():
+def test_the_silent_share_is_the_mean_over_prompts():
     """4 continuations: all equal; 3 of one reward; all different."""
     outcomes = [RewardCounts(np.arange(len(c)) - 0.5, np.array(c), np.ones(len(c))) for c in ([4], [3, 1], [1, 1, 1, 1])]
     silent = group_size_law_of((*plain_case(n=3)[:3], None, outcomes), 20)["silent_share"]
@@ -499,32 +502,32 @@ def test_the_share_of_silent_groups_is_the_mean_over_prompts_of_the_unbiased_sha
     assert silent["continuations"] == 4 and silent["share"][2:] == [None] * 7 == silent["ci95"][2:]
 
 
-def test_a_silent_share_that_is_not_known_is_null_with_its_reason():
+def test_an_unknown_silent_share_is_null_with_its_reason():
     *case, outcomes = plain_case()
-    law = group_size_law_of((*case, [coin(16)] * len(outcomes)), 20)
-    assert "16 continuations" in law["reasons"]["silent_share.share"]
-    assert [row["silent_share"] is None for row in budget_table(law, 32)] == [False] * 4 + [True]
-    assert "silent" in group_size_report(law, 32)
+    result = group_size_law_of((*case, [coin(16)] * len(outcomes)), 20)
+    assert "16 continuations" in result["reasons"]["silent_share.share"]
+    assert [row["silent_share"] is None for row in budget_table(result, 32)] == [False] * 4 + [True]
+    assert "silent" in group_size_report(result, 32)
 
 
-def test_the_budget_table_has_the_powers_of_two_that_fit_and_counts_what_is_really_used():
-    law = group_size_law_of(plain_case())
-    rows = budget_table(law, 100)
+def test_the_budget_table_counts_what_is_really_used():
+    result = group_size_law_of(plain_case())
+    rows = budget_table(result, 100)
     assert [row["G"] for row in rows] == [2, 4, 8, 16, 32, 64] and [row["B"] for row in rows] == [50, 25, 12, 6, 3, 1]
     for row in rows:
-        expected = (law["c1"] + law["c2"] / row["G"] + law["c3"] / row["G"] / (row["G"] - 1)) / row["B"]
+        expected = (result["c1"] + result["c2"] / row["G"] + result["c3"] / row["G"] / (row["G"] - 1)) / row["B"]
         assert row["mse"] == pytest.approx(expected) and row["continuations"] == row["G"] * row["B"] <= 100
         assert row["mse_ci95"][0] < row["mse"] < row["mse_ci95"][1]
         assert row["silent_share"] == pytest.approx(2 * comb(256, row["G"]) / comb(512, row["G"]))
-    assert [row["G"] for row in budget_table(law, 10**6)] == [g for g in 2 ** np.arange(1, 10)]
+    assert [row["G"] for row in budget_table(result, 10**6)] == [g for g in 2 ** np.arange(1, 10)]
     with pytest.raises(ValueError, match="at least|must hold"):
-        budget_table(law, 1)
+        budget_table(result, 1)
 
 
-def test_the_report_states_constants_best_size_range_and_that_it_is_a_prediction():
-    law = group_size_law_of(plain_case(mean=1.0), 100)
-    text = group_size_report(json.loads(json.dumps(law)), budget=32)
-    for piece in (f"c1 = {law['c1']:.4g}", f"G* = {law['G_star']:.3g}", "within 10%", "sqrt(c3/c1)", "noise scale"):
+def test_the_report_states_constants_and_best_size():
+    result = group_size_law_of(plain_case(mean=1.0), 100)
+    text = group_size_report(json.loads(json.dumps(result)), budget=32)
+    for piece in (f"c1 = {result['c1']:.4g}", f"G* = {result['G_star']:.3g}", "within 10%", "sqrt(c3/c1)", "noise scale"):
         assert piece in text
     assert text.splitlines()[-1].startswith("This is a prediction") and "at 32 continuations" in text
 
@@ -537,7 +540,7 @@ def test_one_seed_gives_one_law():
 # --- cosines of prompt-averaged means ---
 
 
-def test_cosines_of_prompt_averages_are_those_of_the_true_means_not_of_single_prompts():
+def test_cosines_are_those_of_the_means_over_prompts():
     """An estimator at 60 degrees from theta on average, in noise that makes every single prompt's cosine near 0."""
     generator = np.random.default_rng(0)
     theta_mean, other = np.eye(30)[0], np.array([0.5, np.sqrt(0.75)] + [0.0] * 28)

@@ -24,7 +24,7 @@ def with_rewards(policy, kind):
 
 @pytest.mark.parametrize("kind", ["zero_one", "graded", "all_different"])
 @pytest.mark.parametrize("n, group_size", [(4, 2), (5, 3), (6, 6)])
-def test_the_silent_share_and_the_kept_tokens_have_their_true_mean_over_all_samples(kind, n, group_size):
+def test_silent_share_and_kept_tokens_are_unbiased(kind, n, group_size):
     policy = with_rewards(random_policy(3, n_outcomes=4), kind)
     groups, chance_of_group = policy.tuples(group_size)
     rewards = policy.rewards[groups]
@@ -45,7 +45,7 @@ def test_the_case_of_a_hard_prompt_comes_out_without_bias():
 
 
 @pytest.mark.parametrize("count, total, size", [(3, 5, 2), (2000, 4096, 512), (4095, 4096, 512), (511, 4096, 512), (0, 7, 1)])
-def test_shares_of_subsets_are_the_exact_fractions_also_where_binomials_overflow(count, total, size):
+def test_subset_shares_are_exact_where_binomials_overflow(count, total, size):
     exact = float(Fraction(comb(count, size), comb(total, size)))
     assert subset_share(np.array([count]), total, size)[0] == pytest.approx(exact, rel=1e-11)
 
@@ -55,7 +55,7 @@ def test_a_group_larger_than_the_sample_has_no_share():
     assert np.isnan(counts.silent_share(4)) and np.isnan(counts.kept_tokens(4))
 
 
-def test_a_group_size_above_the_continuations_has_no_p_keep_and_the_reason():
+def test_a_group_above_the_continuations_has_no_p_keep():
     policy, generator = random_policy(1), np.random.default_rng(0)
     records = [SimpleNamespace(oracle_value=0.5, blocks=[sample_block(policy, 8, generator)]) for _ in range(6)]
     results = summary_of(records, [4, 100], 20, names=["dynamic_sampling", "dapo"])
@@ -66,7 +66,7 @@ def test_a_group_size_above_the_continuations_has_no_p_keep_and_the_reason():
         assert "at least 100 continuations" in results["reasons"][f"estimators.{name}.trace_cov"]
 
 
-def test_p_keep_comes_from_all_continuations_of_a_prompt_and_not_from_groups_inside_its_blocks():
+def test_p_keep_comes_from_all_continuations_of_a_prompt():
     """Two blocks, each of equal rewards: no group inside a block is kept, half of the groups of the prompt would be."""
     policy, generator = random_policy(1), np.random.default_rng(0)
     records = []
@@ -78,7 +78,7 @@ def test_p_keep_comes_from_all_continuations_of_a_prompt_and_not_from_groups_ins
     assert found["continuations_per_group"][0] == pytest.approx(2 / (8 * 8 / comb(16, 2)))
 
 
-def test_p_keep_beside_a_pair_is_that_of_all_groups_beside_all_unlike_pairs():
+def test_p_keep_beside_a_pair_is_that_of_all_groups():
     rewards, shares = np.array([0, 0, 0, 1, 1, 2, 2, 0.5]), []
     for i, j in combinations(range(8), 2):
         if rewards[i] != rewards[j]:
@@ -91,7 +91,7 @@ def test_p_keep_beside_a_pair_is_that_of_all_groups_beside_all_unlike_pairs():
 
 
 @pytest.mark.parametrize("V, n", [(0.1, 64), (0.9, 64), (0.5, 32)])
-def test_the_squared_mean_over_p_keep_is_right_on_average_where_few_continuations_are_right(V, n):
+def test_the_squared_mean_over_p_keep_is_right_on_average(V, n):
     """Given c right ones, the unbiased ||theta||^2 has the mean c (c-1) (n-c) (n-c-1) / (n)_4 up to a constant."""
     K = 4
     c = np.arange(n + 1)
