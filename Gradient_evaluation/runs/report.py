@@ -110,7 +110,9 @@ def _other_estimators(results: dict) -> list[str]:
     ]
     if cosines:
         largest = results["law"]["sketched_at"]
-        lines.append(f"(cosine: of the mean of groups of {largest}; without one the mean has the gradient's direction)")
+        lines.append(
+            f"(cosine: of the mean of groups of {largest}; - also where the mean has the gradient's direction by construction)"
+        )
     for name, found in others.items():
         lines.append(f"  {name}: {found['title']}")
         cosine = cosines.get(name) or {"cosine": None, "ci95": None}

@@ -162,7 +162,7 @@ def _near(constants: Constants) -> dict:
 
 
 def _ends(draws: np.ndarray, value: float) -> list[float | None]:
-    """95% interval that holds ``value``, of draws that may be infinite; an infinite end is None."""
+    """95% interval of draws that may be infinite, widened to contain ``value``; an infinite end is None."""
     low, high = np.percentile(draws[~np.isnan(draws)], [2.5, 97.5], method="lower")
     return [float(end) if np.isfinite(end) else None for end in (min(low, value), max(high, value))]
 
@@ -209,7 +209,7 @@ def relative_mse(averages: Averages, sizes: np.ndarray, bootstrap: PromptBootstr
 def _ratio_end(averages: Averages, rows: np.ndarray, base: np.ndarray, percent: float) -> np.ndarray:
     """(m,): the r at which ``percent`` of the draws of a row's sum less r times the base's sum lie below 0.
 
-    A ratio of sums without a division (Fieller), as in ``best_size_bound``; the base's sum must be above 0.
+    Nothing is divided (Fieller), as in ``best_size_bound``; the base's sum must be above 0.
     """
     low, high = np.full(len(rows), -np.log(BOUNDLESS)), np.full(len(rows), 1.1 * np.log(BOUNDLESS))
     for _ in range(30):

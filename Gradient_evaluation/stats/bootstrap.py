@@ -31,9 +31,11 @@ class Estimate(NamedTuple):
     reason: str | None = None
 
     def value_or_missing(self) -> float | Missing:
+        """The number, or why there is none."""
         return Missing(self.reason) if self.value is None else self.value
 
     def interval_or_missing(self) -> list[float] | Missing:
+        """[low, high], or why there is none."""
         return Missing(self.reason) if self.interval is None else self.interval
 
 

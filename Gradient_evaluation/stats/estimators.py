@@ -313,7 +313,7 @@ def sketched_names(names: Sequence[str]) -> list[str]:
 def sketch_weights(names: Sequence[str], rewards: np.ndarray, lengths: np.ndarray, group_size: int) -> np.ndarray:
     """Weights (len(names), B) of the scores of one block; ``names`` as of ``sketched_names``, rewards and lengths (B,).
 
-    Silent groups count as 0, so the sum over blocks weighs each block by its chance to be kept. The division by the mean
+    Silent groups count as 0, so the sum over blocks weighs each block by its P(keep). The division by the mean
     length of the batch is left out: only directions are compared.
     """
     entries = [ESTIMATORS[name] for name in names]

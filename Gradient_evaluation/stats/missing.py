@@ -1,4 +1,4 @@
-"""What stands where a number could not be computed? The reason, which the results show beside a null."""
+"""What do results have where a number could not be computed? A null, and the reason beside it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Missing:
-    """In the place of a number, or of an array: why there is none."""
+    """Why there is no number, or no array."""
 
     reason: str
 

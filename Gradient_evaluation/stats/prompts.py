@@ -66,7 +66,7 @@ class PromptMoments:
 
 
 def reduce_prompts(records: Iterable, K_list: Sequence[int] = (), names: Sequence[str] = ()) -> PromptMoments:
-    """One pass over Gram records (any iterable; nothing of a record is kept).
+    """One pass over Gram records (any iterable; no record stays in memory).
 
     A record has ``oracle_value`` (float V(x), or None) and ``blocks``, a list of (gram (B, B), rewards (B,),
     lengths (B,)) with B >= 4, where B may differ; optionally ``greedy_reward`` (float). Blocks of a prompt have equal

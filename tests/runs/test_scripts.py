@@ -14,6 +14,7 @@ from tiny_models import enumerable_policy, enumerate_outcomes, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.runs import gram_store
+from Gradient_evaluation.runs.results import report
 from Gradient_evaluation.sampling.generate import SamplingLaw
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.utils import integer_reward
@@ -459,4 +460,7 @@ def test_sketches_are_the_true_gradients(policy, table, tmp_path, truths, capsys
     exact = np.mean([[4 * t.zeta1, 2 * t.zeta2 - 4 * t.zeta1] for t in truths], axis=0)
     assert law["c2"] == pytest.approx(exact[0], rel=0.15) and law["c3"] == pytest.approx(exact[1], rel=0.15)
     assert set(law["cosine_to_gradient"]) == {"length_normalised", "std_verl"}
+    results = read(tmp_path / "tracecov_four tokens.json")
+    results["group_size_law"]["cosine_to_gradient"]["std_verl"] = {"cosine": 0.93, "ci95": [0.9, 0.95], "reason": None}
+    assert report(results).count("0.93 [0.9, 0.95]\n") == len(results["K_list"]) and "mean of groups of 8" in out
     assert "prediction" in out.strip().splitlines()[-1]

@@ -25,12 +25,17 @@ from Gradient_evaluation.stats.estimators import (
     ALIASES,
     DEFAULT,
     ESTIMATORS,
+    Estimator,
+    extra_rollouts,
     group_rules,
     mean_of_others,
     mixture_trace,
     moments_of,
+    prompt_only,
     resolve,
     shrinkage_weights,
+    sketch_weights,
+    sketched_names,
 )
 from Gradient_evaluation.stats.prompts import CLASSES, PromptMoments
 from Gradient_evaluation.stats.summary import effective_group_size, prompt_trace_covs, reduce_prompts
@@ -191,7 +196,7 @@ def exact_group(policy, kind, size) -> GroupMoments:
 
 
 class ExactOutcomes:
-    """In the place of RewardCounts: the true chances of every group instead of a sample."""
+    """Instead of RewardCounts: the true chances of every group, not a sample."""
 
     def __init__(self, policy):
         self.policy = policy
@@ -548,6 +553,30 @@ def test_names_resolve_and_unknown_ones_list_what_there_is():
     assert list(group_rules(["opo", "dr_grpo", "dynamic_sampling", "dapo"])) == ["opo", "dapo"] and group_rules([]) == {}
     with pytest.raises(ValueError, match="unknown estimator 'grpoo': one of naive, .*, rloo"):
         summary_of(sampled_records(3), [4], names=["grpoo"])
+
+
+@pytest.mark.parametrize("name", sketched_names(list(ESTIMATORS)))
+def test_the_sketched_sum_of_scores_has_the_estimators_mean(name):
+    """Over all blocks of 4; without the division by the batch's tokens, and 0 for groups of equal rewards."""
+    policy = random_policy(7, n_outcomes=5, binary=False)
+    index, chance = policy.tuples(4)
+    blocks = zip(policy.rewards[index], policy.lengths[index])
+    weights = np.array([sketch_weights([name], rewards, lengths, 2)[0] for rewards, lengths in blocks])
+    found = chance @ (weights[..., None] * policy.scores[index]).sum(1)
+    share, mean, _, _ = enumerated(policy, brute_force(name, [policy] * 2, 0, 2), 2, ESTIMATORS[name].drop_silent)
+    tokens = batch_length([policy] * 2, 2 if ESTIMATORS[name].drop_silent else None) if ESTIMATORS[name].per_token else 1.0
+    assert found == pytest.approx(share * tokens * mean, **EXACT)
+
+
+def test_a_new_entry_is_asked_for_what_it_declares(monkeypatch):
+    entry = Estimator("half greedy", lambda p, k: prompt_only(p, k, p.greedy_reward / 2), extra_rollout="greedy")
+    monkeypatch.setitem(ESTIMATORS, "half_greedy", entry)
+    monkeypatch.setitem(ESTIMATORS, "turned", entry._replace(extra_rollout=None, direction=lambda r, n: -np.ones_like(r)))
+    assert extra_rollouts(["half_greedy"]) == extra_rollouts(["remax"]) == {"greedy"} and extra_rollouts(["opo"]) == set()
+    assert sketched_names(["turned", "half_greedy", "dapo"]) == ["grpo", "dapo", "turned"]
+    assert sketch_weights(["grpo", "turned"], np.arange(4.0), np.ones(4), 2)[1].tolist() == [-1.0] * 4
+    found = summary_of(sampled_records(6), [4], 20, names=["half_greedy"])["estimators"]["half_greedy"]
+    assert found["trace_cov"][0] > 0 and found["title"] == "half greedy"
 
 
 def test_prompts_reduced_without_an_estimator_are_refused():
