@@ -1,6 +1,7 @@
 """Training at several group sizes: its batched draws and gradients against one prompt at a time; runs that resume."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -26,8 +27,8 @@ PROMPTS = [[5, 9, 3], [5, 9, 3, 8, 8, 1, 4], [5, 9, 7, 2], [5, 9, 3]]
 WORDS = ("<eos>", *"0123456789-+*/() =", "?")
 
 
-def model_of(**settings):
-    return tiny_model("qwen2", vocab_size=len(WORDS), eos_token_id=0, max_position_embeddings=128, **settings)
+def model_of(family="qwen2", **settings):
+    return tiny_model(family, vocab_size=len(WORDS), eos_token_id=0, max_position_embeddings=128, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +41,18 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])  # of relative and of absolute positions
+@pytest.mark.parametrize("size", [1, 12])
 @float_means_double()  # rounding of 1e-16: no draw lies so near to the boundary between two tokens
-def test_a_batch_of_prompts_draws_what_each_prompt_alone_would(size):
-    model, tokenizer = model_of(), tiny_tokenizer(WORDS)
-    u = np.stack([uniforms(0, "t", number, 0, size, 7) for number in range(len(PROMPTS))])
-    together = sample_groups(model, tokenizer, PROMPTS, u, LAW)
-    alone = [sample_continuations(model, tokenizer, prompt, part, LAW, 100) for prompt, part in zip(PROMPTS, u)]
+def test_a_batch_of_prompts_draws_what_each_prompt_alone_would(size, family):
+    model, tokenizer = model_of(family), tiny_tokenizer(WORDS)
+    law = replace(LAW, max_new_tokens=20)  # long enough for finished rows to leave the batch
+    u = np.stack([uniforms(0, "t", number, 0, size, 20) for number in range(len(PROMPTS))])
+    together = sample_groups(model, tokenizer, PROMPTS, u, law)
+    alone = [sample_continuations(model, tokenizer, prompt, part, law, 100) for prompt, part in zip(PROMPTS, u)]
     assert together == alone
+    for a, b in zip(sum(together, []), sum(alone, [])):
+        np.testing.assert_allclose(a.log_probs, b.log_probs, rtol=1e-9)
     assert len({c.tokens for group in together for c in group}) > 2  # several lengths and answers, or it shows nothing
     assert {c.ended for group in together for c in group} == {True, False} or size == 1
 
