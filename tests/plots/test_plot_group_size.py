@@ -7,20 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_group_size_law import plain_case
-from test_plot_tracecov import results
+from made_results import law, results
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.stats.group_size import group_size_law
 from plots.group_size import plot_group_size, plot_side_by_side
 from plots.plot_group_size import main
 
 SCRIPT = Path(__file__).resolve().parents[2] / "plots" / "plot_group_size.py"
-
-
-def law(**settings) -> dict:
-    """A group-size law as a results file holds it; c1, c2, c3 about 1, 1, 9."""
-    return json.loads(json.dumps(group_size_law(*plain_case(**settings), n_bootstrap=50)))
 
 
 def lines(ax) -> dict:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_results import deep, results
 from matplotlib.text import Text
-from test_plot_tracecov import results
 
 from Gradient_evaluation import cli, run_tracecov
 from Gradient_evaluation.errors import UserError
@@ -15,30 +15,6 @@ from plots.plot_layers import MAX_KINDS, Position, plot_layers, plot_module_kind
 from plots.style import CURVES
 
 MODEL = Path(__file__).resolve().parents[2] / "data" / "tiny_model"
-KINDS = (
-    "input_layernorm",
-    "mlp.down_proj",
-    "mlp.gate_proj",
-    "mlp.up_proj",
-    "post_attention_layernorm",
-    "self_attn.k_proj",
-    "self_attn.o_proj",
-    "self_attn.q_norm",
-    "self_attn.q_proj",
-    "self_attn.v_proj",
-)
-
-
-def deep(n_layers: int = 24) -> dict:
-    """Results of a made-up model of many layers; the kinds differ in size by 2 each, the first the smallest."""
-    inside = [f"model.layers.{layer}.{kind}" for layer in range(n_layers) for kind in KINDS]
-    modules = ["lm_head", "model.embed_tokens", *inside, "model.norm"]
-    sizes = np.array([7.0, 5.0, *[2.0**kind for _ in range(n_layers) for kind in range(len(KINDS))], 3.0])
-    traces = {
-        name: [(scale * sizes / K).tolist() for K in (4, 8, 16)]
-        for name, scale in (("naive", 3.0), ("grpo", 2.0), ("oracleV", 1.0))
-    }
-    return results(by_layer={"modules": modules, "trace_cov": traces, "trace_cov_ci95": {}})
 
 
 @pytest.fixture(scope="module")

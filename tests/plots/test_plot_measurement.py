@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_results import notes
 from scripts import detailed_rows
-from test_plot_tracecov import notes
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs import gram_store

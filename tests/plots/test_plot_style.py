@@ -11,10 +11,8 @@ from xml.etree import ElementTree
 import matplotlib
 import numpy as np
 import pytest
+from made_results import deep, law, notes, results
 from matplotlib.text import Text
-from test_plot_group_size import law
-from test_plot_layers import deep
-from test_plot_tracecov import notes, results
 
 from Gradient_evaluation.runs.results import describe, describe_each
 from Gradient_evaluation.stats.estimators import label_of

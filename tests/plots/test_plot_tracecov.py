@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from made_results import notes, results
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.results import load_results
@@ -16,20 +17,6 @@ from plots.tracecov import plot_side_by_side, plot_tracecov
 
 SCRIPT = Path(__file__).resolve().parents[2] / "plots" / "plot_tracecov.py"
 FLOOR = CURVES["best_baseline"].label
-
-
-def results(**changes) -> dict:
-    curves = {"naive": [8.0, 4.0, 2.0], "grpo": [6.0, 2.5, 1.2], "oracleV": [4.0, 2.0, 1.0]}
-    made = {
-        "K_list": [4, 8, 16],
-        "n_prompts": 500,
-        "n_continuations": 128000,
-        "conditional_on_x": curves,
-        "conditional_on_x_ci95": {name: [[v - 0.5, v + 0.25] for v in curve] for name, curve in curves.items()},
-        "best_baseline": [3.0, 1.5, 0.75],
-        "best_baseline_ci95": [[2.5, 3.5], [1.0, 2.0], None],
-    }
-    return {**made, **changes}
 
 
 def drawn(ax) -> dict:
@@ -59,11 +46,6 @@ def test_every_curve_is_drawn_with_its_values_and_intervals():
 def test_curves_differ_in_colour_marker_and_line():
     for field in ("colour", "marker", "line", "label"):
         assert len({getattr(look, field) for look in CURVES.values()}) == len(CURVES)
-
-
-def notes(ax) -> str:
-    """The small text below the axis, its lines joined."""
-    return " ".join(text.get_text() for text in ax.texts).replace("\n", " ")
 
 
 def test_missing_curves_are_named_below_the_axis():

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_plot_layers import deep
-from test_plot_tracecov import results as made_up
+from made_results import deep
+from made_results import results as made_up
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.report import WIDTH, group_size_report, report, value_text, wrapped

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
+from made_results import results
 from test_group_size_law import plain_case
-from test_plot_tracecov import results
 from tiny_models import float_means_double, tiny_model, tiny_tokenizer
 
 from Gradient_evaluation.errors import UserError
