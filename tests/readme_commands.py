@@ -109,8 +109,8 @@ def check(command: Command) -> None:
 
 def torchrun_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """torchrun's own flags, and the script with its."""
-    place = next(i for i, word in enumerate(arguments) if word.endswith(".py"))
-    return list(arguments[:place]), list(arguments[place:])
+    index = next(i for i, word in enumerate(arguments) if word.endswith(".py"))
+    return list(arguments[:index]), list(arguments[index:])
 
 
 def check_python(arguments: Sequence[str]) -> None:
