@@ -25,6 +25,7 @@ PAGES = (
     *(f"docs/{name}.md" for name in "prompts estimators long_runs files limits costs paper training method".split()),
 )
 INSTALLED = ("-o", ".venv/installed", "-o", "outputs/verl_cpu/venv/installed")  # what make is to take as done
+REPORTED = "outputs/demo/tracecov_tiny_model.json"  # what make report takes without RESULTS
 PROGRAMS = ("python", ".venv/bin/python", "torchrun", "bash", "make", "pip", "ray", "wandb", "jupyter", "export")
 WRITTEN_BY = ("--out", "--out_dir", "--save_json", "--plot_path", "--run_dir", "--sweep_dir", "--target_dir", "--local_dir")
 # the names of what the scripts write; an outputs/ path of the README that is read must be one of them
@@ -108,8 +109,8 @@ def check(command: Command) -> None:
 
 def torchrun_flags(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """torchrun's own flags, and the script with its."""
-    place = next(i for i, word in enumerate(arguments) if word.endswith(".py"))
-    return list(arguments[:place]), list(arguments[place:])
+    index = next(i for i, word in enumerate(arguments) if word.endswith(".py"))
+    return list(arguments[:index]), list(arguments[index:])
 
 
 def check_python(arguments: Sequence[str]) -> None:
@@ -171,7 +172,10 @@ def make_lines(arguments: Sequence[str]) -> list[Command]:
     for word in arguments:
         if "=" in word:
             check_paths([word.partition("=")[2]])
-    return [command for command in commands_in(done.stdout) if not command.words[0].startswith("make")]
+    lines = re.sub(r"^if .*; fi && \\\n\s*", "", done.stdout, flags=re.MULTILINE)  # how report takes RESULTS apart
+    results = next((word.partition("=")[2] for word in arguments if word.startswith("RESULTS=")), REPORTED)
+    commands = commands_in(lines.replace('"$@"', results))
+    return [command for command in commands if not command.words[0].startswith("make")]
 
 
 def check_paths(arguments: Sequence[str]) -> None:
