@@ -7,18 +7,14 @@ from tiny_models import enumerable_policy, enumerate_outcomes, float_means_doubl
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from Gradient_evaluation.forward import replaced_forward
-from Gradient_evaluation.sampling import law as vocabulary
+from Gradient_evaluation.sampling import law as law_module
+from Gradient_evaluation.sampling import log_probs as log_probs_module
 from Gradient_evaluation.sampling import thin_products
 from Gradient_evaluation.sampling.cache import GrowingLayer, let_grow
-from Gradient_evaluation.sampling.generate import (
-    SamplingLaw,
-    _draw,
-    eos_token_ids,
-    kept_tokens,
-    log_probs,
-    sample_continuations,
-    uniforms,
-)
+from Gradient_evaluation.sampling.generate import eos_token_ids, sample_continuations
+from Gradient_evaluation.sampling.law import SamplingLaw, kept_tokens, uniforms
+from Gradient_evaluation.sampling.law import draw as draw_of_law
+from Gradient_evaluation.sampling.log_probs import log_probs
 
 PROMPT = [1, 3, 2]
 LAWS = {
@@ -177,7 +173,7 @@ def test_the_kept_set_is_the_same_in_slices(monkeypatch):
     law = SamplingLaw(top_k=20, top_p=0.8)
     whole = kept_tokens(logits, law)
     for size in (1, 100, 700):
-        monkeypatch.setattr(vocabulary, "SLICE", size)
+        monkeypatch.setattr(law_module, "SLICE", size)
         assert (kept_tokens(logits, law) == whole).all()
 
 
@@ -187,21 +183,21 @@ def test_looking_at_the_likeliest_tokens_first_finds_the_same_nucleus_as_a_sort(
     logits = 3 * torch.randn(400, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[200:] = logits[200:].round()  # ties, at the edge too
     logits[::3, 5:20] = -torch.inf  # what top_k took out
-    monkeypatch.setattr(vocabulary, "FIRST", ())
-    by_sort = vocabulary.nucleus(logits, top_p)
-    monkeypatch.setattr(vocabulary, "FIRST", first)
-    assert (vocabulary.nucleus(logits, top_p) == by_sort).all()
+    monkeypatch.setattr(law_module, "FIRST", ())
+    by_sort = law_module.nucleus(logits, top_p)
+    monkeypatch.setattr(law_module, "FIRST", first)
+    assert (law_module.nucleus(logits, top_p) == by_sort).all()
 
 
 @pytest.mark.parametrize("block", [1, 4, 7, 30, 256])
 def test_a_draw_is_the_first_token_whose_cumulated_probability_exceeds_u(monkeypatch, block):
-    monkeypatch.setattr(vocabulary, "BLOCK", block)
+    monkeypatch.setattr(law_module, "BLOCK", block)
     logits = 2 * torch.randn(500, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[::2, 3:17] = -torch.inf
     logits[1, 1:] = -torch.inf
     u = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u[0], u[1], u[2], u[3] = 0.0, 1 - 2.0**-53, 1 - 2.0**-53, 0.0
-    drawn, _, _, sound = vocabulary.inverse_cdf(logits, u)
+    drawn, _, _, sound = law_module.inverse_cdf(logits, u)
     cdf = logits.softmax(-1).cumsum(-1)
     assert sound and (drawn == (cdf <= u.unsqueeze(1) * cdf[:, -1:]).sum(-1).clamp(max=29))[4:].all()
     assert (logits[torch.arange(500), drawn] > -torch.inf).all() and drawn[0] == 0 and drawn[1] == 0
@@ -215,18 +211,18 @@ def test_a_draw_among_the_likeliest_tokens_is_the_draw_from_the_whole_nucleus(mo
     logits[::3, 5:230] = -torch.inf  # what top_k took out
     u = torch.rand(900, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u[:300:2], u[1:300:2] = 0.0, 1 - 2.0**-53
-    monkeypatch.setattr(vocabulary, "FIRST", first)
-    drawn, _, _, sound = vocabulary.draw_from_nucleus(logits, u, top_p)
-    kept = vocabulary._nucleus_by_sort(logits, top_p)
-    assert sound and (drawn == vocabulary.inverse_cdf(logits.masked_fill(~kept, -torch.inf), u)[0]).all()
+    monkeypatch.setattr(law_module, "FIRST", first)
+    drawn, _, _, sound = law_module.draw_from_nucleus(logits, u, top_p)
+    kept = law_module._nucleus_by_sort(logits, top_p)
+    assert sound and (drawn == law_module.inverse_cdf(logits.masked_fill(~kept, -torch.inf), u)[0]).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_nucleus_of_logits_that_are_not_sound_is_noticed(bad):
     logits, u = torch.randn(3, 600), torch.full((3,), 0.5, dtype=torch.float64)
-    assert vocabulary.draw_from_nucleus(logits, u, 0.9).sound
+    assert law_module.draw_from_nucleus(logits, u, 0.9).sound
     logits[1] = bad
-    drawn, _, _, sound = vocabulary.draw_from_nucleus(logits, u, 0.9)
+    drawn, _, _, sound = law_module.draw_from_nucleus(logits, u, 0.9)
     assert not sound and ((0 <= drawn) & (drawn < 600)).all()
 
 
@@ -262,7 +258,7 @@ def test_no_rounding_draws_a_token_of_probability_zero():
     logits = torch.randn(2000, 700, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[:, :3] = logits[:, 250:260] = logits[:, 500:] = -torch.inf
     for u in (0.0, 1 - 2.0**-53):
-        drawn, *_ = vocabulary.inverse_cdf(logits, torch.full((2000,), u, dtype=torch.float64))
+        drawn, *_ = law_module.inverse_cdf(logits, torch.full((2000,), u, dtype=torch.float64))
         assert (logits.gather(1, drawn.unsqueeze(1)) > -torch.inf).all()
 
 
@@ -270,9 +266,9 @@ def test_no_rounding_draws_a_token_of_probability_zero():
 def test_logits_that_are_not_sound_are_noticed_and_minus_infinity_is(bad):
     logits, u = torch.zeros(3, 600), torch.full((3,), 0.5, dtype=torch.float64)
     logits[1, 7] = -torch.inf
-    assert vocabulary.inverse_cdf(logits, u).sound
+    assert law_module.inverse_cdf(logits, u).sound
     logits[2, 300] = bad
-    drawn, _, _, sound = vocabulary.inverse_cdf(logits, u)
+    drawn, _, _, sound = law_module.inverse_cdf(logits, u)
     assert not sound and (drawn < 600).all()
 
 
@@ -280,7 +276,7 @@ def test_logits_that_are_not_sound_are_noticed_and_minus_infinity_is(bad):
 def test_log_probs_have_the_gradient_of_the_log_softmax(monkeypatch, law):
     logits = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     tokens = torch.arange(15).view(3, 5) % 12
-    monkeypatch.setattr(vocabulary, "SLICE", 8 * 12 * 4)  # four rows at a time
+    monkeypatch.setattr(log_probs_module, "SLICE", 8 * 12 * 4)  # four rows at a time
     torch.autograd.gradcheck(lambda x: log_probs(x, tokens, law), logits)
 
 
@@ -368,7 +364,7 @@ def test_a_draw_knows_the_log_prob_of_its_token_and_the_share_that_the_law_left(
     logits[:200] *= 4
     logits[100:300] = logits[100:300].round()  # ties, at the edge too
     u = torch.rand(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    drawn = _draw(logits, u, law)
+    drawn = draw_of_law(logits, u, law)
     whole = (logits / law.temperature).log_softmax(-1).gather(1, drawn.tokens.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(drawn.log_probs, log_probs(logits, drawn.tokens, law))
     torch.testing.assert_close(drawn.log_probs + drawn.log_kept, whole)
