@@ -44,9 +44,8 @@ from tqdm import tqdm  # noqa: E402
 from Gradient_evaluation.chat_template import FLAG, check_variables, json_object, tool_schemas, verl_text  # noqa: E402
 from Gradient_evaluation.cli import Parser, integer, run  # noqa: E402
 from Gradient_evaluation.errors import UserError  # noqa: E402
-from Gradient_evaluation.runs.dataset import SUFFIXES, Record, read_records  # noqa: E402
+from Gradient_evaluation.runs.dataset import SUFFIXES, Record, prompt_id, read_records, warn_on_stderr  # noqa: E402
 from Gradient_evaluation.runs.files import one_line_errors, write_bytes_atomic  # noqa: E402
-from Gradient_evaluation.runs.oracle_table import prompt_id, warn_on_stderr  # noqa: E402
 from Gradient_evaluation.utils import REWARDS, Messages, last_boxed, normalise_prompt  # noqa: E402
 
 GSM8K_REQUEST = "Reason step by step, then give the final answer alone on the last line after ####."

@@ -11,8 +11,9 @@ from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.gram.self_audit import in_float32
 from Gradient_evaluation.runs.gram_store import GramRecord
 from Gradient_evaluation.runs.memory import Batch
-from Gradient_evaluation.runs.oracle_table import Row, rewards_of
-from Gradient_evaluation.runs.prompts import law_of
+from Gradient_evaluation.runs.oracle_table import Row
+from Gradient_evaluation.runs.prompts import sampling_law
+from Gradient_evaluation.runs.rewards import rewards_of
 from Gradient_evaluation.runs.sampler_check import check_sampler
 from Gradient_evaluation.sampling.generate import Continuation, sample_continuations, uniforms
 from Gradient_evaluation.stats.estimators import group_rules
@@ -97,7 +98,7 @@ class Measurement:
         u = uniforms(self.args.seed, purpose, row.prompt_id, 0, count, self.args.max_new_tokens)
 
         def sample(size: int) -> list[Continuation]:
-            return sample_continuations(self.model, self.tokenizer, prompt_ids, u, law_of(self.args), size)
+            return sample_continuations(self.model, self.tokenizer, prompt_ids, u, sampling_law(self.args), size)
 
         return self.generation.run(sample, row.where)
 
@@ -129,7 +130,7 @@ class Measurement:
         """Reward of the greedy continuation, when the estimator that needs it is asked for."""
         if "greedy" not in self.args.estimators:
             return None
-        law = replace(law_of(self.args), temperature=1.0, top_k=1, top_p=1.0)
+        law = replace(sampling_law(self.args), temperature=1.0, top_k=1, top_p=1.0)
         u = np.zeros((1, self.args.max_new_tokens))
         greedy = sample_continuations(self.model, self.tokenizer, prompt_ids, u, law, 1)[0]
         return float(rewards_of([greedy.text], row, self.args.reward)[0])

@@ -23,11 +23,12 @@ from Gradient_evaluation.models import (
     warn_of_risks,
     weights_digest,
 )
+from Gradient_evaluation.runs.dataset import Row, load_dataset_rows
 from Gradient_evaluation.runs.files import append_row
 from Gradient_evaluation.runs.memory import Batch, limited_memory, tune_allocator
-from Gradient_evaluation.runs.oracle_table import GRADED, ZERO_ONE, Row, check_ground_truths, load_dataset_rows, rewards_of
+from Gradient_evaluation.runs.oracle_table import GRADED, ZERO_ONE, jeffreys_columns
 from Gradient_evaluation.runs.processes import Processes, Progress
-from Gradient_evaluation.runs.prompts import chat_from, law_of, law_record, tokenised
+from Gradient_evaluation.runs.prompts import chat_from, run_identity, sampling_law, tokenised
 from Gradient_evaluation.runs.resume import (
     check_fingerprint,
     check_same_weights,
@@ -41,6 +42,7 @@ from Gradient_evaluation.runs.resume import (
     saved_on_interrupt,
     write_table,
 )
+from Gradient_evaluation.runs.rewards import check_ground_truths, rewards_of
 from Gradient_evaluation.runs.sampler_check import check_sampler
 from Gradient_evaluation.sampling.generate import sample_continuations, uniforms
 from Gradient_evaluation.settings import OracleSettings
@@ -70,7 +72,7 @@ def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Pl
     chat = chat_from(settings, tokenizer, () if settings.overwrite else left_rows(path))
     rows, prompts, n_long = tokenised(rows, settings, tokenizer, chat)
     record = {
-        **law_record(settings, tokenizer, chat),
+        **run_identity(settings, tokenizer, chat),
         "n_oracle": settings.n_oracle,
         "seed": settings.seed,
         "dtype": str(dtype).split(".")[-1],
@@ -87,7 +89,7 @@ def measure(model, tokenizer, prompt_ids, row, settings: OracleSettings, batch: 
     u = uniforms(settings.seed, "oracle", row.prompt_id, 0, settings.n_oracle, settings.max_new_tokens)
 
     def sample(size: int):
-        return sample_continuations(model, tokenizer, prompt_ids, u, law_of(settings), size)
+        return sample_continuations(model, tokenizer, prompt_ids, u, sampling_law(settings), size)
 
     drawn = finite_at(row, batch.run, sample, row.where)
     rewards = rewards_of((continuation.text for continuation in drawn), row, settings.reward)
@@ -98,36 +100,33 @@ def oracle_columns(rewards: np.ndarray, zero_one: bool) -> dict:
     """What the table says of one prompt's rewards (n,).
 
     V_standard_error, by V_standard_error_kind:
-    * jeffreys (rewards of 0 and 1): the standard deviation of V given c right of n under Jeffreys' prior, that of
-      Beta(c + 1/2, n - c + 1/2): sqrt(m (1 - m) / (n + 2)) with m = (c + 1/2) / (n + 1). Never 0, also where V is 0 or 1.
+    * jeffreys (rewards of 0 and 1): ``jeffreys_columns``.
     * sample (graded rewards): the rewards' standard deviation (ddof 1) over sqrt(n).
     * unknown: null, as all graded rewards are equal or there is only one.
     """
     n, V = len(rewards), float(rewards.mean())
     if zero_one:
-        kind, mean = "jeffreys", (rewards.sum() + 0.5) / (n + 1)
-        error = float(np.sqrt(mean * (1 - mean) / (n + 2)))
+        error = jeffreys_columns(int(rewards.sum()), n)
     elif (rewards == rewards[0]).all():
-        kind, error, V = "unknown", None, float(rewards[0])
+        V, error = float(rewards[0]), {"V_standard_error": None, "V_standard_error_kind": "unknown"}
     else:
-        kind, error = "sample", float(rewards.std(ddof=1) / np.sqrt(n))
+        error = {"V_standard_error": float(rewards.std(ddof=1) / np.sqrt(n)), "V_standard_error_kind": "sample"}
     return {
         "V_oracle": V,
         "n_oracle": n,
         "correct_count": int(rewards.sum()) if zero_one else None,
-        "V_standard_error": error,
-        "V_standard_error_kind": kind,
+        **error,
         "reward_values": ZERO_ONE if zero_one else GRADED,
     }
 
 
-def check_law(model, tokenizer, prompt_ids, row, settings: OracleSettings, batch: Batch) -> None:
+def check_sampler_of_run(model, tokenizer, prompt_ids, row, settings: OracleSettings, batch: Batch) -> None:
     """Raise UserError where the sampler's law is not that of the model's forward pass (sampler_check.py)."""
     u = uniforms(settings.seed, "audit", row.prompt_id, 0, min(CHECKED, settings.n_oracle), settings.max_new_tokens)
-    gram = ScoreGram(model, law_of(settings))
+    gram = ScoreGram(model, sampling_law(settings))
 
     def check(size: int) -> dict:
-        drawn = sample_continuations(model, tokenizer, prompt_ids, u[:size], law_of(settings), size)
+        drawn = sample_continuations(model, tokenizer, prompt_ids, u[:size], sampling_law(settings), size)
         return check_sampler(gram, prompt_ids, drawn, row.where)
 
     def in_batches() -> dict:
@@ -161,7 +160,7 @@ def measure_all(plan: Plan, settings: OracleSettings, dtype: torch.dtype, proces
         Progress(len(plan.rows), len(plan.finished), "V", settings.quiet, processes) as progress,
     ):
         if plan.todo:  # the others wait, so that no row is written by a sampler that does not pass
-            processes.from_first(check_law, model, tokenizer, plan.todo[0][1], plan.todo[0][0], settings, batch)
+            processes.from_first(check_sampler_of_run, model, tokenizer, plan.todo[0][1], plan.todo[0][0], settings, batch)
         for row, prompt_ids in processes.share(plan.todo):
             measured = measure(model, tokenizer, prompt_ids, row, settings, batch)
             append_row(path, {**row.columns, **measured, **plan.record, **weights})

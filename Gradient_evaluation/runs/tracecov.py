@@ -30,9 +30,9 @@ from Gradient_evaluation.runs import gram_store, group_size_report
 from Gradient_evaluation.runs.files import write_json
 from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size
 from Gradient_evaluation.runs.memory import limited_memory, tune_allocator
-from Gradient_evaluation.runs.oracle_table import Row, check_ground_truths, check_law, load_oracle_table
+from Gradient_evaluation.runs.oracle_table import Row, check_same_law, load_oracle_table
 from Gradient_evaluation.runs.processes import Processes, Progress
-from Gradient_evaluation.runs.prompts import chat_from, law_of, law_record, tokenised
+from Gradient_evaluation.runs.prompts import chat_from, run_identity, sampling_law, tokenised
 from Gradient_evaluation.runs.results import finished_results, report, results_path, versions, write_results
 from Gradient_evaluation.runs.resume import (
     CHECKS,
@@ -48,6 +48,7 @@ from Gradient_evaluation.runs.resume import (
     refuse_difference,
     saved_on_interrupt,
 )
+from Gradient_evaluation.runs.rewards import check_ground_truths
 from Gradient_evaluation.settings import WITH_FROM_GRAMS, TracecovSettings
 from Gradient_evaluation.stats.sketch_weights import sketched_names
 
@@ -117,8 +118,8 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> 
     record = Path(settings.save_json) / "grams" / IDENTITY
     earlier = [read_identity(record)] if record.exists() and not settings.overwrite else []
     chat = chat_from(settings, tokenizer, [*(row.columns for row in rows), *earlier])
-    law = law_record(settings, tokenizer, chat)
-    check_law(rows, law, settings.oracle_table, settings.allow_mismatch)
+    law = run_identity(settings, tokenizer, chat)
+    check_same_law(rows, law, settings.oracle_table, settings.allow_mismatch)
     chosen, n_long = choose_rows(rows, settings, tokenizer, chat)
     identity = {
         **law,
@@ -205,7 +206,7 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
     processes.from_first(begin, plan, settings, fingerprints)
     gram = ScoreGram(
         model,
-        law_of(settings),
+        sampling_law(settings),
         settings.scoring,
         settings.gram_memory * 2**20,
         settings.params,

@@ -12,7 +12,7 @@ from torch import nn
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.runs.measure import Measurement
-from Gradient_evaluation.runs.oracle_table import Row
+from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.sampling.generate import SamplingLaw
 
 HALF = (torch.bfloat16, torch.float16)

@@ -13,7 +13,7 @@ from test_prompting import BOS_TEMPLATE, CHAT, PLAIN_TEMPLATE, USER, shown, tiny
 from Gradient_evaluation import calculate_oracle_v, run_tracecov
 from Gradient_evaluation.chat_template import Chat, chat_of
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.oracle_table import load_dataset_rows
+from Gradient_evaluation.runs.dataset import load_dataset_rows
 from Gradient_evaluation.utils import format_prompt
 
 TOOL = {

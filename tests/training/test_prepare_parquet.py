@@ -13,7 +13,7 @@ from chat_tokenizer import save_chat_tokenizer
 from data.make_arithmetic import make_problems
 from data.prepare_parquet import answer_text, main
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.oracle_table import load_dataset_rows
+from Gradient_evaluation.runs.dataset import load_dataset_rows
 from Gradient_evaluation.utils import REWARDS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "data" / "prepare_parquet.py"
