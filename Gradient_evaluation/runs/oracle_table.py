@@ -1,7 +1,7 @@
 """A table of oracle values: its rows, checked before a model is loaded, and the settings that made it.
 
-    load_oracle_table(path)                            rows with a V_oracle, in [0, 1] unless their rewards are graded
-    check_same_law(rows, law, path, allow_mismatch)    the table was made as this run samples
+    load_oracle_table(path)                                 rows with a V_oracle, in [0, 1] unless their rewards are graded
+    check_same_law(rows, identity, path, allow_mismatch)    the table was made as this run samples
 
 Every fault is a UserError of one line that names the file, the line or row, and the fix.
 """
@@ -19,7 +19,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import Row, file_records, make_row, make_rows, to_json, warn_on_stderr
 from Gradient_evaluation.runs.rewards import OUT_OF_RANGE, RESCALE, squares_fit
 
-# Entries of the law that tables of earlier versions lack -> what they were made with.
+# Entries of the identity that tables of earlier versions lack -> what they were made with.
 ADDED_LATER = {"chat_template_kwargs": None, "template_date": None}
 ZERO_ONE, GRADED = "0/1", "graded"  # what the column reward_values of an oracle table says; without it: ZERO_ONE
 ROUNDING = 1e-4  # by which a V_oracle written with four digits may differ from correct_count / n_oracle
@@ -129,25 +129,24 @@ def with_jeffreys_error(row: OracleRow, record: dict[str, Any]) -> dict[str, Any
 
 def check_same_law(
     rows: Sequence[Row],
-    law: Mapping[str, Any],
+    identity: Mapping[str, Any],
     path: str | Path,
     allow_mismatch: bool,
     warn: Callable[[str], None] = warn_on_stderr,
 ) -> None:
-    """Raise UserError if the oracle table was not made under ``law``, the run's fields by name.
+    """Raise UserError if the oracle table was not made under this run's ``identity``, {name: value} (prompts.run_identity).
 
-    Each field of ``law`` is compared with the column of that name in every row: the rows must agree with
-    each other and with the run. A table of an earlier version was made with the values of
-    ``ADDED_LATER``. A table with none of the fields (the published script writes none) is taken with a warning.
-    Under ``allow_mismatch`` any difference is only a warning.
+    Each entry of it is compared with the column of that name in every row: the rows must agree with each other and with
+    the run. A table of an earlier version was made with the values of ``ADDED_LATER``. A table with none of the columns
+    (the published script writes none) is taken with a warning. Under ``allow_mismatch`` any difference is only a warning.
     """
-    law = to_json(law)
-    known = [name for name in law if any(name in row.columns for row in rows)]
+    identity = to_json(identity)
+    known = [name for name in identity if any(name in row.columns for row in rows)]
     if not known:
-        warn(f"{path}: does not say how it was made (no {', '.join(law)}); taken as made under this run's settings")
+        warn(f"{path}: does not say how it was made (no {', '.join(identity)}); taken as made under this run's settings")
         return
-    known = [name for name in law if name in known or name in ADDED_LATER]
-    if unknown := [name for name in law if name not in known]:
+    known = [name for name in identity if name in known or name in ADDED_LATER]
+    if unknown := [name for name in identity if name not in known]:
         warn(f"{path}: does not say its {', '.join(unknown)}; taken to be this run's")
     differences = []
     for name in known:
@@ -156,11 +155,10 @@ def check_same_law(
         other = next((row for row in rows if row.columns.get(name, ADDED_LATER.get(name)) != made_with), None)
         if other is not None:
             differences.append(
-                f"its rows disagree on {name}: {_law_value(first, name)} ({first.where}) "
-                f"and {_law_value(other, name)} ({other.where})"
+                f"its rows disagree on {name}: {_shown(first, name)} ({first.where}) and {_shown(other, name)} ({other.where})"
             )
-        elif made_with != law[name]:
-            differences.append(f"made with {name} {_law_value(first, name)}, this run uses {json.dumps(law[name])}")
+        elif made_with != identity[name]:
+            differences.append(f"made with {name} {_shown(first, name)}, this run uses {json.dumps(identity[name])}")
     if not differences:
         return
     if not allow_mismatch:
@@ -169,6 +167,6 @@ def check_same_law(
     warn(f"{path}: {'; '.join(differences)}; going on as --allow_mismatch says")
 
 
-def _law_value(row: Row, name: str) -> str:
+def _shown(row: Row, name: str) -> str:
     columns = {**ADDED_LATER, **row.columns}
     return json.dumps(columns[name]) if name in columns else "missing"

@@ -1,4 +1,4 @@
-"""The law the flags describe, and the prompts as the model will read them."""
+"""The sampling law and the identity of a run, from its flags, and the prompts as the model will read them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from Gradient_evaluation.utils import format_prompt
 
 
 def sampling_law(settings: Settings) -> SamplingLaw:
-    """The sampling law the flags describe."""
+    """The sampling law that the flags describe."""
     return SamplingLaw(settings.temperature, settings.top_p, settings.top_k, settings.max_new_tokens, tuple(settings.stop))
 
 
@@ -28,7 +28,7 @@ def chat_from(settings: Settings, tokenizer, earlier: Iterable[Mapping]) -> Chat
 
     earlier: rows or the identity that an earlier part of this run has left; the first that names a date decides.
     """
-    return chat_of(tokenizer, settings.chat_template_kwargs, (record.get("template_date") for record in earlier))
+    return chat_of(tokenizer, settings.chat_template_kwargs, (each.get("template_date") for each in earlier))
 
 
 def run_identity(settings: Settings, tokenizer, chat: Chat) -> dict:

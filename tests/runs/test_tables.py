@@ -214,7 +214,7 @@ NOWHERE = ["none.jsonl", "./none", "../none", "/none/at/all", "a/b/c", "data/non
 
 
 @pytest.mark.parametrize("source", NOWHERE)
-def test_source_that_is_a_path_to_nothing_is_not_looked_up_on_the_hub(source):
+def test_path_to_nothing_is_not_looked_up_on_the_hub(source):
     with pytest.raises(UserError, match="no such file or folder"):
         load_dataset_rows(source, "train")
 
@@ -401,7 +401,7 @@ def test_table_made_under_the_run_s_law_is_taken_in_silence(tmp_path):
         ("reward", "math", '"math"'),
     ],
 )
-def test_table_made_under_another_law_is_refused_naming_both_values(tmp_path, name, value, shown):
+def test_table_of_another_law_is_refused_by_both_values(tmp_path, name, value, shown):
     rows = [{**GOOD, **LAW, name: value}, {**OTHER, **LAW, name: value}]
     with pytest.raises(UserError, match="--allow_mismatch") as caught:
         law_check(tmp_path, rows)
@@ -418,7 +418,7 @@ def test_table_whose_rows_disagree_is_refused_naming_both_rows(tmp_path):
         law_check(tmp_path, [{**GOOD, **without}, {**OTHER, **LAW}])
 
 
-def test_table_that_does_not_say_its_law_is_taken_with_a_warning(tmp_path):
+def test_table_without_a_law_is_taken_with_a_warning(tmp_path):
     (warning,) = law_check(tmp_path, [GOOD, OTHER])
     assert "does not say how it was made" in warning
     without = {name: value for name, value in LAW.items() if name != "reward"}
@@ -439,7 +439,7 @@ def test_appended_rows_are_read_back(tmp_path):
     assert "\u2212".encode() in path.read_bytes()
 
 
-def test_output_cut_at_any_byte_keeps_its_complete_rows_and_loses_only_the_torn_one(tmp_path):
+def test_output_cut_at_any_byte_loses_only_the_torn_row(tmp_path):
     path = tmp_path / "out.jsonl"
     for row in (GOOD, {"text": "\u2212{}"}, OTHER):
         append_row(path, row)
