@@ -76,14 +76,14 @@ def load_adapter(adapter: str, base: nn.Module, device: torch.device) -> nn.Modu
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         expected = set(peft.get_peft_model_state_dict(whole, save_embedding_layers=False))
-        held = set(peft.utils.load_peft_weights(adapter, device="cpu"))
-    if lacking := sorted(expected - held):
+        stored = set(peft.utils.load_peft_weights(adapter, device="cpu"))
+    if lacking := sorted(expected - stored):
         raise UserError(
             f"--model {adapter}: the adapter's file lacks {len(lacking)} of the weights that its config asks for "
             f"(such as {lacking[0]}); they would have other values than those trained; give the "
             "complete adapter"
         )
-    if unused := sorted(held - expected - set(whole.state_dict())):
+    if unused := sorted(stored - expected - set(whole.state_dict())):
         print(
             f"warning: {adapter}: PEFT leaves {len(unused)} weights of the adapter's file unused (such as {unused[0]})",
             file=sys.stderr,

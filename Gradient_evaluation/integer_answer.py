@@ -6,31 +6,36 @@ import decimal
 import math
 import numbers
 import re
-import unicodedata
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.written_number import (
+    CURRENCY,
+    LONGEST_INTEGER,
+    NUMBER,
+    SPACE,
+    is_long,
+    one_number,
+    one_value,
+    plain,
+    power_of,
+    signed_number,
+    small_integer,
+    value_of,
+)
 
-LONGEST_INTEGER = 4000  # digits; Python refuses int() beyond 4300
 TAIL = 5 * LONGEST_INTEGER  # characters at the end of a text that are read first
 NEAR = 40  # characters looked back for the bracket that an exponent belongs to
 _SUPERSCRIPTS = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
 _FROM_SUPERSCRIPT = str.maketrans(_SUPERSCRIPTS + "\u207a\u207b", "0123456789+-")
-# One number, or several with a mark between; every repetition begins with a fixed character, so a match never
-# backtracks by more than one step and a scan of any text is linear.
-_NUMBER = re.compile(
-    r"(?P<point>(?<![\w.)\]])\.)?"
-    r"(?P<digits>\d+(?:(?:[.,'\u066b\u066c\u00a0]|[ _](?=\d{3}(?!\d)))\d+)*)(?:[eE](?P<exponent>[+-]?\d+))?"
-)
 _ATOM = re.compile(
     r"(?P<command>\\(?:[dtc]?frac|sqrt|[dt]?binom)(?![A-Za-z]))"
     r"|(?P<power>\^|(?<=[A-Za-z])\*\*(?=\d))"
     rf"|(?P<vulgar>[\u00bc-\u00be\u2150-\u215f\u2189]|[{_SUPERSCRIPTS}]+/[\u2080-\u2089]+)"
     rf"|(?P<superscript>[\u207a\u207b]?[{_SUPERSCRIPTS}]+)"
-    rf"|(?P<number>{_NUMBER.pattern})"
+    rf"|(?P<number>{NUMBER.pattern})"
 )
-_MARK = re.compile(r"([.,' _\u066b\u066c\u00a0])")
 _POWER = re.compile(
     rf" {{0,2}}\^ {{0,2}}|\*\*(?=[-+]?\d)| \*\* (?=[-+]?\d)|(?P<superscript>[\u207a\u207b]?[{_SUPERSCRIPTS}]+)|\u207f"
 )
@@ -51,31 +56,11 @@ _MIXED = re.compile(
 _CIRCLE_NUMBER = re.compile(r"\s{0,2}(?:\\pi(?![A-Za-z])|\u03c0)")
 _DATE = re.compile(r"\d{4}-\d{1,2}-\d{1,2}(?!\d)")
 _UNIT_POWER = re.compile(r"(?<![A-Za-z\\])(?:[kcdm]?m|ft|in|yd|mi)$")
+_SUBSCRIPT = re.compile(r"(?:[^\W_]|[)}\]])_+\{?\Z")
+_NUMERATOR = re.compile(r"(?:[^\W_]|[)}\]]) */ *\Z")
 _LIST_NUMBER = re.compile(r"^[ \t>]*(\d{1,3})[.)](?=\s|$)([ \t]*\S)?", re.MULTILINE)
 _ARGUMENT = re.compile(r"\s*(?:(?P<brace>\{)|\\[A-Za-z]+|[\dA-Za-z])")
-_MINUS = "-\u2212\u2013\u2010\u2011\ufe63\uff0d"  # hyphen, minus, en dash, hyphens of typesetters; no em dash
-_CURRENCY = "$\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd"
-_SPACE = " \t\u00a0"
-_DROP_SPACE_AND_CURRENCY = str.maketrans("", "", _SPACE + _CURRENCY)
-_PLAIN = str.maketrans(
-    {
-        **dict.fromkeys(_MINUS, "-"),
-        **dict.fromkeys("\u2007\u2009\u202f", "\u00a0"),
-        "\u2019": "'",
-        "\uff0c": ",",
-        "\uff0e": ".",
-        "\uff0f": "/",
-        "\u2044": "/",
-        "\u2215": "/",
-        "\uff1a": ":",
-        "\u2236": ":",
-        "\uff3e": "^",
-        "\uff0b": "+",
-        "\uff05": "%",
-    }
-)
-_LATEX_NOISE = re.compile(r"\\(?:left|right)(?![A-Za-z])|\\!")
-_LATEX_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d)")
+_DROP_SPACE_AND_CURRENCY = str.maketrans("", "", SPACE + CURRENCY)
 
 
 def parse_integer_answer(text: str) -> int | None:
@@ -103,8 +88,8 @@ def parse_integer_answer(text: str) -> int | None:
     than LONGEST_INTEGER digits: None.
     """
     reply = final_reply(text)
-    value = None if reply is None else _Reader(_plain(reply)).last_value()
-    if value is None or value.denominator != 1 or _is_long(value):
+    value = None if reply is None else _Reader(plain(reply)).last_value()
+    if value is None or value.denominator != 1 or is_long(value):
         return None
     return value.numerator
 
@@ -125,16 +110,6 @@ def closing_braces(text: str) -> dict[int, int]:
         elif match[0] == "}" and opened:
             closing[opened.pop()] = match.start()
     return closing
-
-
-def _plain(text: str) -> str:
-    """``text`` with ASCII digits, one sort of minus, slash and thin space, and without LaTeX's spacing."""
-    if not text.isascii():
-        digits = {ord(c): str(unicodedata.decimal(c)) for c in set(text) if c.isdecimal() and not c.isascii()}
-        text = text.translate(_PLAIN | digits)
-    if "\\" in text or "~" in text or "{,}" in text:
-        text = _LATEX_SPACE.sub("\u00a0", _LATEX_NOISE.sub("", text).replace("{,}", ","))
-    return text
 
 
 class _Found(NamedTuple):
@@ -182,9 +157,9 @@ class _Reader:
         text, start = self.text, atom.start()
         if self._belongs_to_a_word(start):
             return _Found(atom.end(), counts=False)
-        read = _one_number(atom["digits"], self._beside_currency(atom), text[max(0, start - 2) : start])
+        read = one_number(atom["digits"], self._beside_currency(atom), text[max(0, start - 2) : start])
         start += read.offset
-        value = _value(read, atom["point"] and not read.offset, atom["exponent"])
+        value = value_of(read, atom["point"] and not read.offset, atom["exponent"])
         if chain := _COLON_CHAIN.match(text, atom.end()) or _DATE.match(text, atom.start()):
             return _Found(chain.end())
         sign, signed_from = self._sign(start)
@@ -207,26 +182,21 @@ class _Reader:
         text = self.text
         if start in self.list_numbers:
             return True
-        if text[start - 1 : start] == "_" or text[start - 2 : start] == "_{":
-            before = text[:start].rstrip("{")[-2:-1] if start < 3 else text[start - 3 : start].rstrip("{").rstrip("_")[-1:]
-            return before.isalnum() or before in tuple(")}]")
+        if _SUBSCRIPT.search(text[max(0, start - 3) : start]):
+            return True
         one_digit = text[start : start + 1] in "23" and not text[start + 1 : start + 2].isalnum()
         return one_digit and _UNIT_POWER.search(text[max(0, start - 4) : start]) is not None
 
     def _beside_currency(self, atom: re.Match) -> bool:
         before, after = self.text[max(0, atom.start() - 2) : atom.start()], self.text[atom.end() : atom.end() + 2]
-        signs = _CURRENCY[1:]  # a dollar is also LaTeX's: $1,23$ is a list
+        signs = CURRENCY[1:]  # a dollar is also LaTeX's: $1,23$ is a list
         return any(c in signs for c in before.strip()[-1:] + after.strip()[:1]) or (
             "$" in before.strip()[-1:] and "$" not in after
         )
 
     def _divides(self, start: int) -> bool:
         """Is the number the denominator of something that is no number, as in ``x/4`` or ``(1+2)/4``?"""
-        before = self.text[max(0, start - 3) : start].rstrip(" ")
-        if before[-1:] != "/":
-            return False
-        numerator = before[:-1].rstrip(" ")[-1:]
-        return numerator.isalnum() or numerator in tuple(")]}")
+        return _NUMERATOR.search(self.text[max(0, start - 3) : start]) is not None
 
     def _powered(self, base: Fraction | None, end: int) -> tuple[Fraction | None, int]:
         """``base`` to the powers that follow at ``end``, from the right as in a tower, and where they end."""
@@ -244,8 +214,8 @@ class _Reader:
             return base, end
         exponent = exponents.pop()
         while exponents:
-            exponent = _power(exponents.pop(), exponent)
-        return _power(base, exponent), end
+            exponent = power_of(exponents.pop(), exponent)
+        return power_of(base, exponent), end
 
     def _exponent(self, position: int) -> tuple[Any, int]:
         """(exponent or None for an unknown one or _ABSENT, its end); the end is ``position`` where there is none."""
@@ -255,18 +225,18 @@ class _Reader:
             return _ABSENT, position
         if power["superscript"] or power[0] == "\u207f":
             sign_and_digits = (power["superscript"] or "").translate(_FROM_SUPERSCRIPT)
-            return _small_integer(sign_and_digits), power.end()
+            return small_integer(sign_and_digits), power.end()
         start = power.end()
-        if plain := _PLAIN_EXPONENT.match(text, start):
-            return _small_integer(plain[0]), plain.end()
+        if digits := _PLAIN_EXPONENT.match(text, start):
+            return small_integer(digits[0]), digits.end()
         if mark := _NO_EXPONENT.match(text, start):
             return _ABSENT, mark.end()
         if text[start : start + 1] == "{":
             close = self.closing.get(start, self._line_end(start))
-            return _small_integer(text[start + 1 : close]), close + 1
+            return small_integer(text[start + 1 : close]), close + 1
         if text[start : start + 1] == "(":
             close = text.find(")", start, start + NEAR)
-            return (None, start + 1) if close < 0 else (_small_integer(text[start + 1 : close]), close + 1)
+            return (None, start + 1) if close < 0 else (small_integer(text[start + 1 : close]), close + 1)
         if text[start : start + 1].isalnum() or text[start : start + 1] in tuple("\\-"):
             return None, start + 1
         return _ABSENT, power.end()
@@ -285,11 +255,11 @@ class _Reader:
         """``value`` by the number after a slash, if one follows; two slashes are a date or have no one reading."""
         divisions = 0
         while slash := _SLASH.match(self.text, end):
-            number = _NUMBER.match(self.text, slash.end())
-            read = _one_number(number["digits"], False, "")
+            number = NUMBER.match(self.text, slash.end())
+            read = one_number(number["digits"])
             if read.offset:
                 return None, number.end()
-            divisor, end = self._powered(_value(read, None, number["exponent"]), number.end())
+            divisor, end = self._powered(value_of(read, None, number["exponent"]), number.end())
             value = None if value is None or not divisor else value / divisor
             value = -value if value is not None and slash["sign"] == "-" else value
             divisions += 1
@@ -308,10 +278,10 @@ class _Reader:
             if argument["brace"]:
                 opening = argument.end() - 1
                 close = self.closing.get(opening, self._line_end(opening))
-                arguments.append(_signed_number(self.text[opening + 1 : close]))
+                arguments.append(signed_number(self.text[opening + 1 : close]))
                 end = close + 1
             else:
-                arguments.append(_signed_number(argument[0]))
+                arguments.append(signed_number(argument[0]))
                 end = argument.end()
         after = self._powered(None, end)[1]
         if not name.endswith("frac") or len(arguments) < 2 or None in arguments or not arguments[1] or after > end:
@@ -330,7 +300,7 @@ class _Reader:
         """(-1 or 1, where the signed number begins) of the number at ``start``. (The rules: parse_integer_answer.)"""
         text = self.text
         end = _skip_back(text, start)
-        if end and text[end - 1] in _CURRENCY:
+        if end and text[end - 1] in CURRENCY:
             end -= 2 if text[end - 2 : end - 1] == "\\" else 1
             end = _skip_back(text, end)
         if not end or text[end - 1] != "-":
@@ -340,10 +310,10 @@ class _Reader:
         operand = text[before - 1] if before else ""
         if operand.isdigit() or (operand and operand in ")]}%"):
             return 1, start
-        spaced_after = end < start and text[end] in _SPACE
+        spaced_after = end < start and text[end] in SPACE
         if operand == "\n" and spaced_after and self._is_bullet(before):
             return 1, start
-        spaced = spaced_after and text[start - 1] in _SPACE
+        spaced = spaced_after and text[start - 1] in SPACE
         in_word = operand.isalnum() and (before == minus or spaced)
         return (1, start) if in_word else (-1, minus)
 
@@ -354,108 +324,6 @@ class _Reader:
 
 
 _ABSENT = object()  # an exponent that is none: degrees, ordinals
-
-
-class _Digits(NamedTuple):
-    """A number as written: digits before and after the decimal mark (None: not readable), and where it begins."""
-
-    whole: str | None
-    fraction: str = ""
-    offset: int = 0
-
-
-def _one_number(cluster: str, price: bool, before: str) -> _Digits:
-    """What digits with marks between them are: one number, the last of a list, or nothing with one reading.
-
-    price: a currency stands beside it; before: the two characters before it.
-    """
-    parts = _MARK.split(cluster)
-    groups, marks = parts[::2], [("'" if mark in "_\u066c" else mark) for mark in parts[1::2]]
-    if not marks:
-        return _Digits(cluster)
-    last = groups[-1]
-    in_list = marks[0] == " " and before[:1].isdigit() and before[1:] == " "
-    if len(set(marks)) == 1 and _grouped(groups, marks[0]) and not in_list:
-        two_readings = (
-            len(marks) == 1 if marks[0] == "." else (marks[0] == " " and not any(group[0] == "0" for group in groups))
-        )
-        return _Digits(None) if two_readings else _Digits("".join(groups))
-    if marks[-1] in ".,\u066b" and marks[-1] not in marks[:-1]:
-        alone = len(marks) == 1
-        comma = marks[-1] == ","
-        decimal_mark = not (alone and comma) or (last[0] == "0" and len(last) > 1) or (price and len(last) == 2)
-        if decimal_mark and (alone or (len(set(marks[:-1])) == 1 and _grouped(groups[:-1], marks[0]))):
-            return _Digits("".join(groups[:-1]), last)
-    offset = max(cluster.rfind(mark) for mark in ", \u00a0") + 1
-    if not offset:
-        return _Digits(None)
-    tail = _one_number(cluster[offset:], False, "")
-    if tail.whole and tail.whole[0] == "0" and len(tail.whole) > 1:
-        return _Digits(None)  # a list holds 5, not 05
-    return tail._replace(offset=offset)
-
-
-def _grouped(groups: list[str], mark: str) -> bool:
-    """Are these groups of three digits, or with commas India's: two and two, then three?"""
-    first, *rest = groups
-    if mark == "\u066b" or first[0] == "0" or len(first) > 3:
-        return False
-    if all(len(group) == 3 for group in rest):
-        return True
-    indian = len(first) <= 2 and len(rest) > 1 and len(rest[-1]) == 3
-    return mark == "," and indian and all(len(group) == 2 for group in rest[:-1])
-
-
-def _value(read: _Digits, point: str | None, exponent: str | None) -> Fraction | None:
-    """The number times ten to ``exponent``; None if it cannot be read, is too long or no integer by its exponent."""
-    if read.whole is None:
-        return None
-    whole, fraction = ("", read.whole) if point else (read.whole, read.fraction)
-    if point and read.fraction:
-        return None
-    digits = (whole + fraction).lstrip("0")
-    if not digits:
-        return Fraction(0)
-    significant = digits.rstrip("0")
-    if exponent is not None and len(exponent.lstrip("+-0")) > 6:
-        return None
-    shift = int(exponent or 0) - len(fraction) + len(digits) - len(significant)
-    if len(significant) + abs(shift) > LONGEST_INTEGER:
-        return None
-    return Fraction(int(significant)) * Fraction(10) ** shift
-
-
-def _power(base: Fraction | None, exponent: Fraction | None) -> Fraction | None:
-    """``base`` to ``exponent``, or None: not known, no integer exponent, or a result of too many digits."""
-    if base is None or exponent is None or exponent.denominator != 1:
-        return None
-    power = exponent.numerator
-    if base in (0, 1, -1):
-        power = (power > 0) - (power < 0) if base == 0 else abs(power) % 2
-        return None if base == 0 and power < 0 else base**power
-    bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-    return None if (bits - 1) * abs(power) > 4 * LONGEST_INTEGER else base**power
-
-
-def _is_long(value: Fraction) -> bool:
-    return abs(value) >= 10**LONGEST_INTEGER
-
-
-def _small_integer(text: str) -> Fraction | None:
-    """``text``, a sign and at most nine digits between spaces, as a number; None for anything else."""
-    match = re.fullmatch(r"\s{0,9}([-+]?)\s{0,9}(\d{1,9})\s{0,9}", text[:60])
-    return Fraction(int(match[1] + match[2])) if match and len(text) <= 60 else None
-
-
-def _signed_number(text: str) -> Fraction | None:
-    """``text`` as one number with at most a sign before it; None for anything else."""
-    text = text.strip(_SPACE)
-    number = _NUMBER.fullmatch(text.lstrip("+-").lstrip(_SPACE)) if len(text) <= 2 * LONGEST_INTEGER else None
-    if number is None or text[1:2] in tuple("+-"):
-        return None
-    read = _one_number(number["digits"], False, "")
-    value = None if read.offset else _value(read, number["point"], number["exponent"])
-    return -value if value is not None and text[0] == "-" else value
 
 
 def _list_numbers(text: str) -> set[int]:
@@ -477,7 +345,7 @@ def _list_numbers(text: str) -> set[int]:
 
 
 def _skip_back(text: str, end: int) -> int:
-    while end and text[end - 1] in _SPACE:
+    while end and text[end - 1] in SPACE:
         end -= 1
     return end
 
@@ -498,13 +366,12 @@ def check_integer_ground_truth(value: Any) -> int:
         if math.isfinite(value) and value == int(value):
             return int(value)
     elif isinstance(value, str):
-        answer = _plain(value.rpartition("####")[2]).strip().removesuffix(".").rstrip(_CURRENCY + _SPACE)
-        match = _NUMBER.search(answer)
+        answer = plain(value.rpartition("####")[2]).strip().removesuffix(".").rstrip(CURRENCY + SPACE)
+        match = NUMBER.search(answer)
         signs = answer[: match.start()].translate(_DROP_SPACE_AND_CURRENCY) if match else ""
         if match and len(signs) <= 1 and signs in "+-" and match.end() == len(answer):
-            read = _one_number(match["digits"], False, "")
-            parsed = None if read.offset else _value(read, match["point"], match["exponent"])
-            if parsed is not None and parsed.denominator == 1 and not _is_long(parsed):
+            parsed = one_value(match)
+            if parsed is not None and parsed.denominator == 1 and not is_long(parsed):
                 return -parsed.numerator if signs == "-" else parsed.numerator
     raise UserError(f"the ground_truth {shorten_repr(value)} is not an integer")
 

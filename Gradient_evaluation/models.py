@@ -263,8 +263,8 @@ def fingerprint(model) -> str:
     }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, p in model.named_parameters():
-        places = torch.linspace(0, p.numel() - 1, 16, dtype=torch.float64).long().to(p.device)
-        values = p.detach().flatten()[places].to(torch.bfloat16).float().cpu().numpy()
+        positions = torch.linspace(0, p.numel() - 1, 16, dtype=torch.float64).long().to(p.device)
+        values = p.detach().flatten()[positions].to(torch.bfloat16).float().cpu().numpy()
         digest.update(f"{name} {tuple(p.shape)}".encode() + values.tobytes())
     return digest.hexdigest()[:16]
 
@@ -287,8 +287,8 @@ def weights_digest(model: str, revision: str | None = None) -> str:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with open(path, "rb") as file:
-            for place in range(64):
-                file.seek(place * size // 64)
+            for part in range(64):
+                file.seek(part * size // 64)
                 digest.update(file.read(1024))
     return digest.hexdigest()[:16]
 

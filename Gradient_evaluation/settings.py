@@ -18,7 +18,7 @@ DTYPES = {
     "float64": "float64",
 }
 GRAM_DTYPES = ("float32", "bfloat16")
-# The flags that --from_grams heeds; every other one says how Grams are made.
+# The flags that --from_grams reads; every other one says how Grams are made.
 WITH_FROM_GRAMS = (
     "--from_grams",
     "--K_list",

@@ -20,8 +20,7 @@ from tqdm import tqdm
 
 from Gradient_evaluation.chat_template import FLAG, check_variables, tool_schemas, verl_text
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.dataset import Record, read_records
-from Gradient_evaluation.runs.oracle_table import prompt_id, warn_on_stderr
+from Gradient_evaluation.runs.dataset import Record, prompt_id, read_records, warn_on_stderr
 from Gradient_evaluation.utils import REWARDS, Messages, last_boxed, normalise_prompt
 
 if TYPE_CHECKING:

@@ -37,12 +37,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(save_figure(figure, flags.out))
 
 
-def check_law(law: dict | None, name: str) -> None:
-    """runs/results.py's, for Policy_Optimization/train_group_sizes.py until that imports from there."""
-    from Gradient_evaluation.runs.results import check_group_size_law
-
-    check_group_size_law(law, name)
-
-
 if __name__ == "__main__":
     run(main)

@@ -1,25 +1,154 @@
-"""Raw records from a data source, each with the place it stands in for messages to the user.
+"""The rows of a data set: raw records from its source, then checked rows. All faults are found before a model is loaded.
 
-``read_records(source, split, revision)`` yields (where, record): ``where`` reads like
-``problems.jsonl, line 7`` or ``row 7 of openai/gsm8k [test]`` (counted from 1), ``record`` is a dict of
-columns as the file holds them, not yet checked. Whatever is wrong with a file is a UserError of one line.
+    read_records(source, split, revision)        (where, record) pairs, not yet checked
+    load_dataset_rows(source, split, revision)   checked rows with prompt and ground_truth
+
+``where`` is for messages: ``problems.jsonl, line 7`` or ``row 7 of openai/gsm8k [test]`` (counted from 1). ``record`` is
+a dict of columns as the file holds them. Every fault is a UserError of one line.
 """
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import hashlib
 import json
+import math
+import numbers
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from Gradient_evaluation.chat_template import Messages, tool_schemas
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.files import one_line_errors
+from Gradient_evaluation.utils import normalise_prompt
 
 Record = tuple[str, dict[str, Any]]
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 SPLIT_NAMES = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+DEEPEST = 50  # levels of lists and objects in a column
+
+
+def warn_on_stderr(message: str) -> None:
+    print(f"warning: {message}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt of a data set or an oracle table.
+
+    prompt: a string or a list of {"role", "content", ...}. ground_truth: the JSON value of the file.
+    columns: every input column, ready for JSON. where: for messages, ``table.jsonl, line 7``.
+    prompt_id: 64 bits of prompt, ground_truth and tools, the same in every file, order and process.
+    """
+
+    prompt: str | Messages
+    ground_truth: Any
+    columns: dict[str, Any]
+    where: str
+    prompt_id: int
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """The function schemas of the column tools; [] where there are none."""
+        return tool_schemas(self.columns.get("tools"))
+
+
+def prompt_id(prompt: str | Messages, ground_truth: Any, tools: Sequence[Mapping] = ()) -> int:
+    """First 64 bits of the SHA-256 of the canonical JSON of [prompt, ground_truth], with the tools where there are some."""
+    parts = [prompt, ground_truth, *([tools] if tools else [])]
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return int.from_bytes(hashlib.sha256(canonical.encode()).digest()[:8], "big")
+
+
+def load_dataset_rows(
+    source: str, split: str, revision: str | None = None, warn: Callable[[str], None] = warn_on_stderr
+) -> list[Row]:
+    """The rows of a local file or folder, or of a data set on the hub (``read_records`` says how each is read).
+
+    Every row needs ``prompt`` and ``ground_truth``; the other columns are kept. Of rows with the same prompt and
+    ground_truth only the first is kept; one call of ``warn`` names the others.
+    Raises UserError at the first faulty row, and for a source without rows.
+    """
+    return make_rows(read_records(str(source), split, revision), str(source), warn)
+
+
+def make_rows(records: Iterable[Record], source: str, warn: Callable[[str], None]) -> list[Row]:
+    """The checked rows of a source, each prompt_id once; ``warn`` announces the others."""
+    first: dict[int, Row] = {}
+    repeated: list[str] = []
+    for where, record in records:
+        row = make_row(where, record)
+        if row.prompt_id in first:
+            repeated.append(" as ".join(each.removeprefix(f"{source}, ") for each in (where, first[row.prompt_id].where)))
+        else:
+            first[row.prompt_id] = row
+    if not first:
+        raise UserError(f"{source}: holds no rows")
+    if repeated:
+        listed = ", ".join(repeated[:5]) + (", ..." if len(repeated) > 5 else "")
+        kind = "repeated rows" if len(repeated) > 1 else "repeated row"
+        warn(f"{source}: left out {len(repeated)} {kind}: {listed}")
+    return list(first.values())
+
+
+def make_row(where: str, record: Mapping[str, Any]) -> Row:
+    """One row, checked; UserError beginning with ``where``."""
+    for column in ("prompt", "ground_truth"):
+        if column not in record:
+            existing = " ".join(", ".join(str(name) for name in record).split())[:200] or "none"
+            raise UserError(f"{where}: no column {column!r} (columns: {existing}); rename or add it")
+    try:
+        prompt = normalise_prompt(record["prompt"])
+        _refuse_surrogates(prompt)
+        columns = {str(name): to_json(value) for name, value in record.items() if name != "__index_level_0__"}
+        tools = tool_schemas(columns.get("tools"))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    ground_truth = columns["ground_truth"]
+    if ground_truth is None:
+        raise UserError(f"{where}: the ground_truth is null or NaN; complete or remove the row")
+    return Row(prompt, ground_truth, columns, where, prompt_id(prompt, ground_truth, tools))
+
+
+def _refuse_surrogates(prompt: str | Messages) -> None:
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UserError("the prompt holds half a character (a lone surrogate such as \\ud800); remove it") from None
+
+
+def to_json(value: Any, depth: int = 0) -> Any:
+    """``value`` as JSON has it: NaN, NaT and infinity as null, dates in ISO form, arrays as lists.
+
+    Raises UserError for what has no such form (an image, bytes) and beyond DEEPEST levels.
+    """
+    if value is None or isinstance(value, (str, bool)):
+        return value
+    if depth > DEEPEST:
+        raise UserError(f"a column is nested more than {DEEPEST} levels deep; remove it")
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat() if value == value else None  # NaT is a date that differs from itself
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, decimal.Decimal):
+        if not value.is_finite():
+            return None
+        exact = abs(value.adjusted()) < 1000 and value == value.to_integral_value()
+        return int(value) if exact else float(value)  # an integer of more digits than a float has stays itself
+    if isinstance(value, numbers.Real):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): to_json(item, depth + 1) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_json(item, depth + 1) for item in value]
+    if hasattr(value, "tolist"):  # NumPy arrays and scalars
+        return to_json(value.tolist(), depth + 1)
+    raise UserError(f"a column holds {type(value).__name__} values, which JSON cannot; remove that column")
 
 
 def read_records(source: str, split: str, revision: str | None = None) -> Iterator[Record]:
@@ -149,7 +278,7 @@ def _folder_records(folder: Path, split: str) -> Iterator[Record]:
 
 def _files_of_split(folder: Path, split: str) -> list[Path]:
     with one_line_errors(folder, "read"):
-        files = [path for place in (folder, folder / "data") if place.is_dir() for path in sorted(place.iterdir())]
+        files = [path for each in (folder, folder / "data") if each.is_dir() for path in sorted(each.iterdir())]
     files = [path for path in files if path.suffix in SUFFIXES and path.name[0] != "." and path.is_file()]
     files = [path for path in files if path.name not in ("dataset_info.json", "dataset_infos.json")]
     if not files:

@@ -11,11 +11,14 @@ import numpy as np
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.runs.checks import check_block, check_sampler, in_float32, self_audit
+from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.gram_store import GramRecord
 from Gradient_evaluation.runs.memory import Batch
-from Gradient_evaluation.runs.oracle_table import Row, rewards_of
-from Gradient_evaluation.runs.prompts import law_of
-from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw, log_probs, sample_continuations, uniforms
+from Gradient_evaluation.runs.prompts import sampling_law
+from Gradient_evaluation.runs.rewards import rewards_of
+from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
+from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
+from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats.estimators import extra_rollouts, group_rules, sketch_weights, sketched_names
 from Gradient_evaluation.stats.modules import layer_moments
@@ -49,7 +52,7 @@ def score_gram(model, settings: TracecovSettings) -> ScoreGram:
     --scoring published scores as the paper's released evaluation does: the full softmax at temperature 1, without the
     end-of-sequence token (``scored``).
     """
-    law = law_of(settings) if settings.scoring == "exact" else SamplingLaw()
+    law = sampling_law(settings) if settings.scoring == "exact" else SamplingLaw()
     try:
         return ScoreGram(
             model,
@@ -103,7 +106,7 @@ class Measurement:
         count = min(self.block.size, self.settings.M * self.settings.K_list[-1])
 
         def check() -> dict:
-            drawn, law = self._sample("audit", row, prompt_ids, count), law_of(self.settings)
+            drawn, law = self._sample("audit", row, prompt_ids, count), sampling_law(self.settings)
             batch = Batch("sampler check", count, least=1)
             return batch.run(lambda size: check_sampler(self.gram, law, prompt_ids, drawn[:size], row.where), row.where)
 
@@ -132,7 +135,7 @@ class Measurement:
         u = uniforms(self.settings.seed, purpose, row.prompt_id, 0, count, self.settings.max_new_tokens)
 
         def sample(size: int) -> list[Continuation]:
-            return sample_continuations(self.model, self.tokenizer, prompt_ids, u, law_of(self.settings), size)
+            return sample_continuations(self.model, self.tokenizer, prompt_ids, u, sampling_law(self.settings), size)
 
         return self.generation.run(sample, row.where)
 
@@ -148,7 +151,7 @@ class Measurement:
             tokens, masks = scored(drawn[part], self.settings.scoring)
             block = self.gram.block(prompt_ids, tokens, masks, self.settings.by_layer, weights)
             if masks is None:
-                check_block(self.gram, law_of(self.settings), prompt_ids, drawn[part], block.log_probs, row.where)
+                check_block(self.gram, sampling_law(self.settings), prompt_ids, drawn[part], block.log_probs, row.where)
             grams.append(block.gram)
             values.append(block.log_probs)
             if names:
@@ -169,7 +172,7 @@ class Measurement:
         """Reward of the greedy continuation, where an estimator needs it."""
         if "greedy" not in extra_rollouts(self.settings.estimators):
             return None
-        law = replace(law_of(self.settings), temperature=1.0, top_k=1, top_p=1.0)
+        law = replace(sampling_law(self.settings), temperature=1.0, top_k=1, top_p=1.0)
         u = np.zeros((1, self.settings.max_new_tokens))
         greedy = sample_continuations(self.model, self.tokenizer, prompt_ids, u, law, 1)[0]
         return float(rewards_of([greedy.text], row, self.settings.reward)[0])

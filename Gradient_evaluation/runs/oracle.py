@@ -24,11 +24,12 @@ from Gradient_evaluation.models import (
     weights_digest,
 )
 from Gradient_evaluation.runs.checks import check_sampler, in_float32
+from Gradient_evaluation.runs.dataset import Row, load_dataset_rows
 from Gradient_evaluation.runs.files import append_row
 from Gradient_evaluation.runs.memory import Batch, limited_memory, tune_allocator
-from Gradient_evaluation.runs.oracle_table import GRADED, ZERO_ONE, Row, check_ground_truths, load_dataset_rows, rewards_of
+from Gradient_evaluation.runs.oracle_table import GRADED, ZERO_ONE, jeffreys_columns
 from Gradient_evaluation.runs.processes import Processes, Progress
-from Gradient_evaluation.runs.prompts import chat_from, law_of, law_record, tokenised
+from Gradient_evaluation.runs.prompts import chat_from, run_identity, sampling_law, tokenised
 from Gradient_evaluation.runs.resume import (
     check_fingerprint,
     check_same_weights,
@@ -42,6 +43,7 @@ from Gradient_evaluation.runs.resume import (
     saved_on_interrupt,
     write_table,
 )
+from Gradient_evaluation.runs.rewards import check_ground_truths, rewards_of
 from Gradient_evaluation.sampling.generate import log_probs, sample_continuations, uniforms
 from Gradient_evaluation.settings import OracleSettings
 from Gradient_evaluation.utils import REWARDS
@@ -70,7 +72,7 @@ def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Pl
     chat = chat_from(settings, tokenizer, () if settings.overwrite else left_rows(path))
     rows, prompts, n_long = tokenised(rows, settings, tokenizer, chat)
     identity = {
-        **law_record(settings, tokenizer, chat),
+        **run_identity(settings, tokenizer, chat),
         "n_oracle": settings.n_oracle,
         "seed": settings.seed,
         "dtype": str(dtype).split(".")[-1],
@@ -95,13 +97,13 @@ class Measurement:
         u = uniforms(settings.seed, "oracle", row.prompt_id, 0, settings.n_oracle, settings.max_new_tokens)
 
         def sample(size: int):
-            return sample_continuations(self.model, self.tokenizer, prompt_ids, u, law_of(settings), size)
+            return sample_continuations(self.model, self.tokenizer, prompt_ids, u, sampling_law(settings), size)
 
         drawn = finite_at(row, self.batch.run, sample, row.where)
         rewards = rewards_of((continuation.text for continuation in drawn), row, settings.reward)
         return oracle_columns(rewards, REWARDS[settings.reward].zero_one)
 
-    def check_law(self, todo: list[tuple[Row, list[int]]]) -> None:
+    def check_sampler_of_run(self, todo: list[tuple[Row, list[int]]]) -> None:
         """Raise UserError where the sampler's law is not that of the model's forward pass (runs/checks.py).
 
         Compared are draws of the first prompt, and of the longest: a model can be one law on the one and not on the other.
@@ -113,7 +115,7 @@ class Measurement:
             )
 
     def _compare(self, row: Row, prompt_ids: list[int]) -> dict:
-        settings, law = self.settings, law_of(self.settings)
+        settings, law = self.settings, sampling_law(self.settings)
         count = min(CHECKED, settings.n_oracle)
         u = uniforms(settings.seed, "audit", row.prompt_id, 0, count, settings.max_new_tokens)
 
@@ -129,25 +131,22 @@ def oracle_columns(rewards: np.ndarray, zero_one: bool) -> dict:
     """The table's columns for one prompt's rewards (n,).
 
     V_standard_error, by V_standard_error_kind:
-    * jeffreys (rewards of 0 and 1): the standard deviation of V given c right of n under Jeffreys' prior, that of
-      Beta(c + 1/2, n - c + 1/2): sqrt(m (1 - m) / (n + 2)) with m = (c + 1/2) / (n + 1). Never 0, also where V is 0 or 1.
+    * jeffreys (rewards of 0 and 1): ``jeffreys_columns``.
     * sample (graded rewards): the rewards' standard deviation (ddof 1) over sqrt(n).
     * unknown: null, as all graded rewards are equal or there is only one.
     """
     n, V = len(rewards), float(rewards.mean())
     if zero_one:
-        kind, mean = "jeffreys", (rewards.sum() + 0.5) / (n + 1)
-        error = float(np.sqrt(mean * (1 - mean) / (n + 2)))
+        error = jeffreys_columns(int(rewards.sum()), n)
     elif (rewards == rewards[0]).all():
-        kind, error, V = "unknown", None, float(rewards[0])
+        V, error = float(rewards[0]), {"V_standard_error": None, "V_standard_error_kind": "unknown"}
     else:
-        kind, error = "sample", float(rewards.std(ddof=1) / np.sqrt(n))
+        error = {"V_standard_error": float(rewards.std(ddof=1) / np.sqrt(n)), "V_standard_error_kind": "sample"}
     return {
         "V_oracle": V,
         "n_oracle": n,
         "correct_count": int(rewards.sum()) if zero_one else None,
-        "V_standard_error": error,
-        "V_standard_error_kind": kind,
+        **error,
         "reward_values": ZERO_ONE if zero_one else GRADED,
     }
 
@@ -177,7 +176,7 @@ def measure_all(plan: Plan, settings: OracleSettings, dtype: torch.dtype, proces
         Progress(len(plan.rows), len(plan.finished), "V", settings.quiet, processes) as progress,
     ):
         if plan.todo:  # the other processes wait: a sampler that does not pass writes no row
-            processes.from_first(measurement.check_law, plan.todo)
+            processes.from_first(measurement.check_sampler_of_run, plan.todo)
         for row, prompt_ids in processes.share(plan.todo):
             columns = measurement.measure(row, prompt_ids)
             append_row(path, {**row.columns, **columns, **plan.identity, **weights})

@@ -1,4 +1,4 @@
-"""The law the flags describe, and the prompts as the model will read them."""
+"""The sampling law and the identity of a run, from its flags, and the prompts as the model will read them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from Gradient_evaluation.chat_template import FLAG, Chat, chat_of
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import check_prompt_length, crosses_rope_length, model_label, model_limits
-from Gradient_evaluation.runs.oracle_table import Row
+from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.resume import at_row
-from Gradient_evaluation.sampling.generate import SamplingLaw
+from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.stop_strings import check_stop_strings
 from Gradient_evaluation.settings import Settings
 from Gradient_evaluation.utils import format_prompt
 
 
-def law_of(settings: Settings) -> SamplingLaw:
-    """The sampling law the flags describe."""
+def sampling_law(settings: Settings) -> SamplingLaw:
+    """The sampling law that the flags describe."""
     return SamplingLaw(settings.temperature, settings.top_p, settings.top_k, settings.max_new_tokens, tuple(settings.stop))
 
 
@@ -28,10 +28,10 @@ def chat_from(settings: Settings, tokenizer, earlier: Iterable[Mapping]) -> Chat
 
     earlier: rows or the identity that an earlier part of this run has left; the first that names a date decides.
     """
-    return chat_of(tokenizer, settings.chat_template_kwargs, (record.get("template_date") for record in earlier))
+    return chat_of(tokenizer, settings.chat_template_kwargs, (each.get("template_date") for each in earlier))
 
 
-def law_record(settings: Settings, tokenizer, chat: Chat) -> dict:
+def run_identity(settings: Settings, tokenizer, chat: Chat) -> dict:
     """What decides a continuation's distribution and reward, as stored with every row and result.
 
     A local model goes by its folder's name, so that a table may move between machines; its weights' fingerprint,

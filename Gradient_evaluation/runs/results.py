@@ -20,8 +20,8 @@ import numpy as np
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.integer_answer import check_integer_ground_truth
+from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.files import write_json
-from Gradient_evaluation.runs.oracle_table import Row
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.files import (
     one_line_errors,
     read_finished_rows,
@@ -27,7 +28,7 @@ from Gradient_evaluation.runs.files import (
     write_bytes_atomic,
     write_json,
 )
-from Gradient_evaluation.runs.oracle_table import ADDED_LATER, Row, oracle_row
+from Gradient_evaluation.runs.oracle_table import ADDED_LATER, oracle_row, with_jeffreys_error
 
 IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
 BESIDE_THE_IDENTITY = ("weights_digest", "flags")  # what run.json has too
@@ -163,38 +164,51 @@ def left_rows(table: Path) -> Iterator[dict]:
 def continue_table(table: Path, identity: dict, rows: Sequence[Row]) -> dict[int, dict]:
     """{prompt id: row} of the rows in a table and its parts. Moves the parts into the table.
 
-    A last line that was cut off by a crash is removed; its prompt is sampled again. Raises UserError for a row of another
-    identity, and for the row of a prompt that is not among ``rows``.
+    Rows of an earlier version get the standard error that rows have
+    now, and a line on stderr says so. Raises UserError for rows made with another identity, or of prompts that are not
+    among ``rows``.
     """
     wanted = {row.prompt_id for row in rows}
     finished: dict[int, dict] = {}
+    earlier = 0
     for path in (table, *_parts(table)):
         found, size = read_finished_rows(path)
         for number, row in enumerate(found, 1):
             where = f"{path}, line {number}"
-            key = _prompt_id(where, row, identity)
-            if finished.setdefault(key, row) != row:
+            _refuse_other_row(where, row, identity)
+            checked = oracle_row(where, row)
+            now = with_jeffreys_error(checked, row)
+            earlier += now is not row
+            key = checked.prompt_id
+            if finished.get(key, now) != now:
                 raise UserError(f"{where}: a second, different row of a prompt; remove one of the two")
             if key not in wanted:
                 raise UserError(
                     f"{where}: a prompt that is not in --dataset; give the data set this table was made "
                     "from, pass --overwrite to start afresh, or another --out_dir"
                 )
+            finished[key] = now
         truncate_file(path, size)
-    if _parts(table):
+    if earlier:
+        print(
+            f"{table}: an earlier version wrote {earlier} of its rows; their V_standard_error is computed again from "
+            "correct_count and n_oracle, by the rule of the new rows (jeffreys)",
+            file=sys.stderr,
+        )
+    if earlier or _parts(table):
         write_table(table, finished, rows)
     return finished
 
 
-def _prompt_id(where: str, row: dict, identity: dict) -> int:
-    """The prompt id of a row of our own table. Raises UserError for a row of another identity or of another program."""
-    for name in ("prompt", "ground_truth", "V_oracle", *identity):
-        if name not in row and name not in ADDED_LATER:
-            raise UserError(
-                f"{where}: not a row of this script (no {name}); pass --overwrite to start afresh, or another --out_dir"
-            )
+def _refuse_other_row(where: str, row: dict, identity: dict) -> None:
+    """Raise UserError for what is no row of calculate_oracle_v.py, or one made with another identity."""
+    columns = ("prompt", "ground_truth", "V_oracle", *identity)
+    missing = [name for name in columns if name not in row and name not in ADDED_LATER]
+    if missing:
+        raise UserError(
+            f"{where}: not a row of this script (no {missing[0]}); pass --overwrite to start afresh, or another --out_dir"
+        )
     refuse_difference(where, row, identity)
-    return oracle_row(where, row).prompt_id
 
 
 def write_table(table: Path, finished: dict[int, dict], rows: Sequence[Row]) -> None:

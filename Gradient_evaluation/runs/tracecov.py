@@ -26,12 +26,13 @@ from Gradient_evaluation.models import (
     weights_digest,
 )
 from Gradient_evaluation.runs import gram_store
+from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.files import write_json
 from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size, score_gram
 from Gradient_evaluation.runs.memory import limited_memory, tune_allocator
-from Gradient_evaluation.runs.oracle_table import Row, check_ground_truths, check_law, load_oracle_table
+from Gradient_evaluation.runs.oracle_table import check_same_law, load_oracle_table
 from Gradient_evaluation.runs.processes import Processes, Progress
-from Gradient_evaluation.runs.prompts import chat_from, law_record, tokenised
+from Gradient_evaluation.runs.prompts import chat_from, run_identity, tokenised
 from Gradient_evaluation.runs.report import group_size_report, report
 from Gradient_evaluation.runs.results import finished_results, results_path, versions, write_results
 from Gradient_evaluation.runs.resume import (
@@ -48,6 +49,7 @@ from Gradient_evaluation.runs.resume import (
     refuse_difference,
     saved_on_interrupt,
 )
+from Gradient_evaluation.runs.rewards import check_ground_truths
 from Gradient_evaluation.settings import WITH_FROM_GRAMS, TracecovSettings
 from Gradient_evaluation.stats.estimators import extra_rollouts, sketched_names
 
@@ -125,8 +127,8 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> 
     path = Path(settings.save_json) / "grams" / IDENTITY
     earlier = [read_identity(path)] if path.exists() and not settings.overwrite else []
     chat = chat_from(settings, tokenizer, [*(row.columns for row in rows), *earlier])
-    law = law_record(settings, tokenizer, chat)
-    check_law(rows, law, settings.oracle_table, settings.allow_mismatch)
+    law = run_identity(settings, tokenizer, chat)
+    check_same_law(rows, law, settings.oracle_table, settings.allow_mismatch)
     chosen, n_long = choose_rows(rows, settings, tokenizer, chat)
     identity = {**law, **identity_beside_the_law(settings, sizes), "dtype": str(dtype).split(".")[-1]}
     grams = output_folder(settings.save_json) / "grams"

@@ -1,1 +1,1 @@
-"""One sampling law, both ways: continuations drawn from it, and their log-probs."""
+"""One sampling law, both ways: continuations drawn from it (generate.py), and their log-probs (log_probs.py)."""

@@ -1,6 +1,6 @@
 """A key-value cache that grows in place, and the choice of its rows.
 
-transformers' own copies everything it holds for every token decoded.
+The cache of transformers copies all its keys and values for every token decoded.
 """
 
 from __future__ import annotations
@@ -50,6 +50,6 @@ def choose_rows(cache: Cache, rows: torch.Tensor) -> None:
     ``Cache.reorder_cache`` chooses in the layers alone; MiniMax keeps the states of its linear attention beside them.
     """
     cache.reorder_cache(rows)
-    for held in vars(cache).values():
-        if isinstance(held, list):
-            held[:] = [x.index_select(0, rows.to(x.device)) if isinstance(x, torch.Tensor) else x for x in held]
+    for states in vars(cache).values():
+        if isinstance(states, list):
+            states[:] = [x.index_select(0, rows.to(x.device)) if isinstance(x, torch.Tensor) else x for x in states]

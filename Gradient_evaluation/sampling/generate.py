@@ -1,20 +1,13 @@
-"""The sampling law, exactly: continuations drawn from it and the log-probs of what was drawn.
+"""Continuations drawn from a model under a sampling law.
 
-The score is unbiased only if log pi is the log-prob of the very distribution that produced the
-continuation. So one ``SamplingLaw`` serves both sides here: ``sample_continuations`` draws from it and
-``log_probs`` evaluates it. Nothing is read from the checkpoint's generation_config but its end-of-sequence
-ids; a hidden top_k, repetition_penalty or temperature there changes nothing.
-
-Random numbers are counter-based (``uniforms``): continuation number i of a prompt does not depend on the order of
-prompts or on how often the run was stopped. Nor does it depend on the batch size, but for rounding: logits move with
-the shape of the batch and with the processor (by about 1e-7 in float32, 1e-2 in half precision), and a draw that lies so
-near to the boundary between two tokens can fall on the other side.
+Of the checkpoint's generation_config only the end-of-sequence ids are read. A continuation does not depend on the batch
+size, but for rounding: logits move with the shape of the batch and with the processor (by about 1e-7 in float32, 1e-2
+in half precision), and a draw that lies so near to the boundary between two tokens can fall on the other side.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -25,26 +18,12 @@ from transformers.cache_utils import Cache
 
 from Gradient_evaluation.forward import padding_position, position_ids, takes_positions
 from Gradient_evaluation.sampling.cache import choose_rows, let_grow
-from Gradient_evaluation.sampling.law import Draw, TokenLogProb, draw_from_nucleus, inverse_cdf, nucleus
+from Gradient_evaluation.sampling.law import SamplingLaw, at_least_float32, draw, draw_tokens, kept_tokens, uniforms  # noqa: F401 (some are imported from here)
+from Gradient_evaluation.sampling.log_probs import log_probs  # noqa: F401
 from Gradient_evaluation.sampling.stop_strings import StopStrings, decode_text, stop_token_ids
 from Gradient_evaluation.sampling.thin_products import thin_products
 
 COMPACT_BELOW = 0.75  # finished rows leave the batch once fewer than this share of it is still going
-
-
-@dataclass(frozen=True)
-class SamplingLaw:
-    """The distribution of a continuation: temperature, then top_k, then top_p, until EOS, stop or the limit.
-
-    temperature > 0; top_k = 0 keeps every token; top_p in (0, 1]; max_new_tokens >= 1; ``stop`` are strings
-    whose completion ends the continuation; one that is a special token ends it as EOS does.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int = 32
-    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -73,76 +52,6 @@ def eos_token_ids(model, tokenizer) -> tuple[int, ...]:
         if named is not None:
             ids.update(named if isinstance(named, (list, tuple)) else [named])
     return tuple(sorted(int(token) for token in ids))
-
-
-def uniforms(seed: int, script: str, prompt_id: int, first: int, count: int, length: int) -> np.ndarray:
-    """Uniform numbers in [0, 1) for continuations first .. first+count-1 → float64 (count, length).
-
-    One number per (seed, script, prompt id, continuation index, token position), from NumPy's Philox keyed by
-    seed, script and prompt with the continuation index in its counter. Different ``script`` names give
-    independent numbers, so an oracle value is never estimated from the continuations it is used on.
-    """
-    stream = int.from_bytes(hashlib.sha256(f"{seed}/{script}".encode()).digest()[:8], "little")
-    key = np.array([stream, prompt_id], dtype=np.uint64)
-    rows = []
-    for index in range(first, first + count):
-        counter = np.array([0, index, 0, 0], dtype=np.uint64)
-        rows.append(np.random.Generator(np.random.Philox(counter=counter, key=key)).random(length))
-    return np.stack(rows)
-
-
-def kept_tokens(logits: torch.Tensor, law: SamplingLaw) -> torch.Tensor | None:
-    """The tokens that top_k and top_p leave in the law → bool (..., vocabulary), None when all of them.
-
-    ``logits`` (..., vocabulary) are already divided by the temperature. The order (top_k, then top_p within
-    what is left) and the rules are those of transformers: every token as likely as the k-th stays; for top_p
-    the least likely tokens go as long as their summed probability is at most 1 - top_p, never the last one.
-    Of equally likely tokens the lower id goes first (transformers leaves that to an unstable sort).
-    """
-    kept = None
-    if 0 < law.top_k < logits.shape[-1]:
-        kept = logits >= torch.topk(logits, law.top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(~kept, -torch.inf)
-    if law.top_p < 1.0:
-        in_nucleus = nucleus(logits, law.top_p)
-        kept = in_nucleus if kept is None else kept & in_nucleus
-    return kept
-
-
-def log_probs(logits: torch.Tensor, tokens: torch.Tensor, law: SamplingLaw) -> torch.Tensor:
-    """log pi(token) under the law, float32 or better, differentiable in the logits.
-
-    logits: (..., vocabulary) raw model outputs; tokens: (...) int64. The kept set is a constant to autograd
-    (its score has mean 0 all the same), and a sampled token that rounding would push out of it stays in.
-    """
-    rows, chosen, removed = logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), None
-    if law.top_k or law.top_p < 1.0:
-        with torch.no_grad():
-            kept = kept_tokens(_divided(rows, law), law)
-            removed = None if kept is None else ~kept.scatter_(-1, chosen.unsqueeze(-1), True)
-    return TokenLogProb.apply(rows, chosen, removed, law.temperature).view(tokens.shape)
-
-
-def _divided(logits: torch.Tensor, law: SamplingLaw) -> torch.Tensor:
-    """The logits by the temperature, in float32 or better."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return logits if law.temperature == 1.0 else logits / law.temperature
-
-
-def draw_tokens(logits: torch.Tensor, u: torch.Tensor, law: SamplingLaw) -> torch.Tensor:
-    """Inverse-CDF draw: logits (n, vocabulary), u (n,) float64 in [0, 1) → token ids (n,) int64."""
-    return _draw(logits, u, law).tokens
-
-
-def _draw(logits: torch.Tensor, u: torch.Tensor, law: SamplingLaw) -> Draw:
-    """``draw_tokens`` with what else is known of the draw; ``log_kept`` is what top_k and top_p leave together."""
-    logits, log_kept = _divided(logits, law), 0.0
-    if 0 < law.top_k < logits.shape[-1]:
-        whole = logits.logsumexp(-1)
-        logits = logits.masked_fill(~kept_tokens(logits, replace(law, top_p=1.0)), -torch.inf)
-        log_kept = logits.logsumexp(-1) - whole
-    drawn = inverse_cdf(logits, u) if law.top_p == 1.0 else draw_from_nucleus(logits, u, law.top_p)
-    return drawn._replace(log_kept=drawn.log_kept + log_kept)
 
 
 @torch.inference_mode()
@@ -221,7 +130,7 @@ def _decode(model, tokenizer, prompts: _Prompts, u: torch.Tensor, law: SamplingL
     eos = (*eos_token_ids(model, tokenizer), *stop_token_ids(tokenizer, law.stop))
     eos_tensor = torch.tensor(eos, dtype=torch.int64, device=u.device)
     tokens = torch.zeros(n, limit, dtype=torch.int64, device=u.device)
-    values = torch.zeros(2, n, limit, dtype=_divided(logits[:0], law).dtype, device=u.device)
+    values = torch.zeros(2, n, limit, dtype=at_least_float32(logits[:0]).dtype, device=u.device)
     ended = torch.zeros(n, dtype=torch.bool, device=u.device)
     rows = torch.arange(n, device=u.device)
     if cache is not None:
@@ -231,7 +140,7 @@ def _decode(model, tokenizer, prompts: _Prompts, u: torch.Tensor, law: SamplingL
     finite = torch.ones((), dtype=torch.bool, device=u.device)
     stops = StopStrings(tokenizer, law.stop, eos, n)
     for position in range(limit):
-        step, values[0, rows, position], values[1, rows, position], sound = _draw(logits, u[rows, position], law)
+        step, values[0, rows, position], values[1, rows, position], sound = draw(logits, u[rows, position], law)
         finite &= sound
         tokens[rows, position] = step
         ended[rows] |= torch.isin(step, eos_tensor)

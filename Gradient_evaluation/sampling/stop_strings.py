@@ -37,9 +37,9 @@ def check_stop_strings(tokenizer, stop: Sequence[str]) -> None:
     """Raise UserError for a stop string that holds a special token among other text: it would never be found."""
     special = special_tokens(tokenizer) if stop else {}
     for string in stop:
-        held = [token for token in special if token and token in string]
-        if held and string not in special:
-            token = max(held, key=len)
+        inside = [token for token in special if token and token in string]
+        if inside and string not in special:
+            token = max(inside, key=len)
             raise UserError(
                 f"--stop {string!r}: {token} is a special token of the tokenizer, which the text never shows; "
                 f"give --stop {token!r} alone"

@@ -22,9 +22,9 @@ from chat_templates import (
 from scripts import call, one_line_error, read, rows_of
 
 from Gradient_evaluation import calculate_oracle_v, run_tracecov
-from Gradient_evaluation.chat_template import Chat, chat_of
+from Gradient_evaluation.chat_template import PLAIN, Chat, chat_of
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.oracle_table import load_dataset_rows
+from Gradient_evaluation.runs.dataset import load_dataset_rows
 from Gradient_evaluation.utils import format_prompt
 
 CALLED_TEXT = (
@@ -32,10 +32,7 @@ CALLED_TEXT = (
 )
 
 
-NO_VARIABLES = Chat()
-
-
-def rendered(template, prompt, tools=(), chat=NO_VARIABLES):
+def rendered(template, prompt, tools=(), chat=PLAIN):
     tokenizer = tiny_tokenizer(template=template)
     return "".join(tokenizer.convert_ids_to_tokens(format_prompt(tokenizer, prompt, tools, chat)))
 
@@ -49,11 +46,11 @@ def refused(call, *parts):
 # what the template takes
 
 
-def test_tool_calls_and_their_answers_reach_the_template_and_null_content_beside_them_is_no_error():
+def test_tool_calls_reach_the_template_beside_null_content():
     assert rendered(USES_TOOLS, CALLED) == CALLED_TEXT
 
 
-def test_a_template_that_wants_text_beside_tool_calls_gets_the_empty_one():
+def test_a_template_that_wants_text_gets_the_empty_one():
     wants_text = "{% for m in messages %}{% if '</think>' in m['content'] %}{% endif %}{% endfor %}" + USES_TOOLS
     assert rendered(wants_text, CALLED) == CALLED_TEXT
 
@@ -116,7 +113,7 @@ def test_variables_reach_the_template(kwargs, end):
 
 @pytest.mark.parametrize("content", ["The sum is", "The sum is ", "", "Let me see.\n"])
 @pytest.mark.parametrize("template", [PLAIN_TEMPLATE, USES_TOOLS, BOS_TEMPLATE])
-def test_a_last_message_of_the_assistant_is_continued_where_it_ends(template, content):
+def test_a_last_message_of_the_assistant_is_continued(template, content):
     begin = "<s>" if template == BOS_TEMPLATE else ""
     assert rendered(template, [*USER, {"role": "assistant", "content": content}]) == f"{begin}{CHAT}{content}"
 
@@ -164,7 +161,7 @@ def test_tools_that_are_no_list_of_schemas_are_refused_by_row(tmp_path, tools):
         (USES_TOOLS, {"tokenize": True}, ["does not read tokenize"]),
     ],
 )
-def test_a_variable_the_template_does_not_read_is_refused_by_name(template, kwargs, parts):
+def test_a_variable_that_nothing_reads_is_refused_by_name(template, kwargs, parts):
     refused(lambda: chat_of(tiny_tokenizer(template=template), kwargs), "--chat_template_kwargs", *parts)
 
 
@@ -238,7 +235,7 @@ def tracecov(place, *more, capsys=None):
     return call(run_tracecov, *flags, *small, *LAW, *more, capsys=capsys)
 
 
-def test_a_run_under_a_template_that_prints_the_date_is_continued_the_next_day(tmp_path, on_day, capsys):
+def test_a_run_with_a_printed_date_goes_on_the_next_day(tmp_path, on_day, capsys):
     place, table = model_with(DATED, tmp_path), tmp_path / "o" / "oracle_v_n8_m.jsonl"
     on_day(0)
     code, _, err = oracle(place, capsys=capsys)
@@ -254,7 +251,7 @@ def test_a_run_under_a_template_that_prints_the_date_is_continued_the_next_day(t
     one_line_error(tracecov(place, capsys=capsys), "template_date", date, "the clock")
 
 
-def test_what_the_template_was_given_belongs_to_the_identity_of_a_run_and_its_table(tmp_path, capsys):
+def test_template_variables_belong_to_a_run_s_identity(tmp_path, capsys):
     place, table = model_with(USES_TOOLS, tmp_path), tmp_path / "o" / "oracle_v_n8_m.jsonl"
     off = ("--chat_template_kwargs", '{"enable_thinking": false}')
     assert oracle(place, *off)[0] == 0 and rows_of(table)[0]["chat_template_kwargs"] == {"enable_thinking": False}
@@ -266,7 +263,7 @@ def test_what_the_template_was_given_belongs_to_the_identity_of_a_run_and_its_ta
     one_line_error(oracle(place, "--chat_template_kwargs", '{"enable_thinking": true}', capsys=capsys), "chat_template_kwargs")
 
 
-def test_tables_and_runs_of_earlier_versions_are_continued_and_taken_without_a_word(tmp_path, capsys):
+def test_tables_and_runs_of_earlier_versions_are_taken(tmp_path, capsys):
     place, table = model_with(USES_TOOLS, tmp_path), tmp_path / "o" / "oracle_v_n8_m.jsonl"
     assert oracle(place)[0] == 0 and tracecov(place, capsys=capsys)[0] == 0
     later = ("chat_template_kwargs", "template_date")

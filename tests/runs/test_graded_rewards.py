@@ -12,8 +12,9 @@ from Gradient_evaluation import run_tracecov, utils
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.oracle import oracle_columns
-from Gradient_evaluation.runs.oracle_table import load_oracle_table, rewards_of
+from Gradient_evaluation.runs.oracle_table import load_oracle_table
 from Gradient_evaluation.runs.report import group_size_report
+from Gradient_evaluation.runs.rewards import rewards_of
 from Gradient_evaluation.stats.summary import reduce_prompts
 from Gradient_evaluation.utils import Reward
 from plots.make_report import main as make_report

@@ -11,8 +11,8 @@ from tiny_models import random_continuations, tiny_model, tiny_tokenizer
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram import ScoreGram
 from Gradient_evaluation.gram import scoring as gram_scoring
+from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.measure import Measurement, score_gram, scored
-from Gradient_evaluation.runs.oracle_table import Row
 from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw
 
 

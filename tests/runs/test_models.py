@@ -70,7 +70,7 @@ def test_a_label_is_the_last_part_of_an_id_or_path(folder):
     assert model_label(f"{folder}/") == "base"
 
 
-def test_an_adapter_folder_loads_with_its_base_and_only_the_adapter_requires_grad(folder, tmp_path):
+def test_an_adapter_loads_with_its_base_and_alone_has_grad(folder, tmp_path):
     peft = pytest.importorskip("peft")
     model = load_model(str(folder), None, CPU, torch.float32)
     lora = peft.LoraConfig(
@@ -105,7 +105,7 @@ def test_a_cuda_device_has_its_index(gpus):
         resolve_device("cuda:2")
 
 
-def test_every_process_takes_the_gpu_of_its_number_or_the_only_one_it_sees(gpus):
+def test_a_process_takes_its_gpu_or_the_only_one_it_sees(gpus):
     gpus(2)
     assert [str(resolve_device("auto", rank)) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
     with pytest.raises(UserError, match="only 2 .*--nproc-per-node"):
@@ -114,7 +114,7 @@ def test_every_process_takes_the_gpu_of_its_number_or_the_only_one_it_sees(gpus)
     assert [str(resolve_device("auto", rank)) for rank in (0, 3)] == ["cuda:0", "cuda:0"]
 
 
-def test_two_processes_on_one_gpu_are_refused_and_two_slices_of_it_are_not(gpus, monkeypatch):
+def test_processes_may_share_no_gpu_but_take_slices_of_it(gpus, monkeypatch):
     gpus(1, ["GPU-7"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     one = gpu_identity(torch.device("cuda:0"))
@@ -183,7 +183,7 @@ def checkpoint(tmp_path, edit, **settings):
         "SCB",
     ],
 )
-def test_scales_without_a_place_in_the_model_are_refused_as_those_of_a_quantised_checkpoint(name, tmp_path):
+def test_scales_of_a_quantised_checkpoint_are_refused(name, tmp_path):
     def edit(weights):
         weights[f"model.layers.0.mlp.up_proj.{name}"] = torch.ones(1)
         weights["model.layers.0.mlp.up_proj.weight"] = weights["model.layers.0.mlp.up_proj.weight"].to(torch.float8_e4m3fn)
@@ -192,7 +192,7 @@ def test_scales_without_a_place_in_the_model_are_refused_as_those_of_a_quantised
         load_model(checkpoint(tmp_path, edit), None, CPU, torch.float32)
 
 
-def test_weights_stored_as_integers_under_another_name_are_refused_as_quantised_and_not_as_lacking(tmp_path):
+def test_integer_weights_of_another_name_are_quantised(tmp_path):
     def edit(weights):
         weights.pop("model.layers.0.mlp.up_proj.weight")
         weights["model.layers.0.mlp.up_proj.qweight"] = torch.ones(4, 4, dtype=torch.int32)
@@ -201,7 +201,7 @@ def test_weights_stored_as_integers_under_another_name_are_refused_as_quantised_
         load_model(checkpoint(tmp_path, edit), None, CPU, torch.float32)
 
 
-def test_a_weight_of_a_layer_that_the_model_has_is_refused_and_any_other_is_said(tmp_path, capsys):
+def test_an_unused_weight_is_refused_in_a_layer_of_the_model(tmp_path, capsys):
     def bias(weights):
         weights["model.layers.0.self_attn.q_proj.bias"] = torch.ones(32)
 

@@ -42,13 +42,13 @@ def test_prompt_has_one_bos_no_eos_and_nothing_lost(kind, adds, template, prompt
     assert shown(tiny_tokenizer(adds, template), prompt) == expected
 
 
-def test_bos_that_is_also_the_appended_eos_is_not_taken_for_a_prefix():
+def test_bos_that_is_also_the_eos_is_no_prefix():
     assert shown(tiny_tokenizer("$A </s>", bos=EOS), "2+3?") == "2+3?"
 
 
 @pytest.mark.parametrize("template", [REFUSES_ALL, BROKEN_TEMPLATE], ids=["raises", "broken"])
 @pytest.mark.parametrize("prompt", [USER, SYSTEM], ids=["user", "system"])
-def test_template_that_refuses_a_prompt_is_one_line_never_its_traceback(template, prompt):
+def test_template_that_refuses_a_prompt_is_one_line(template, prompt):
     with pytest.raises(UserError, match="chat template of .* refuses this prompt") as caught:
         format_prompt(tiny_tokenizer(template=template), prompt)
     assert "\n" not in str(caught.value)

@@ -313,7 +313,7 @@ def test_last_number_of_a_text_is_read_as_documented(kind, text, expected):
     ],
     ids=lambda value: ascii(value)[:40],
 )
-def test_what_belongs_to_a_number_is_one_value_and_never_its_tail(text, expected):
+def test_a_number_is_one_value_and_never_its_tail(text, expected):
     assert parse_integer_answer(text) == expected
 
 
@@ -381,7 +381,7 @@ def test_integer_ground_truth_is_read_as_data_files_hold_it(value, expected):
     ],
     ids=lambda value: shorten_repr(value)[:20],
 )
-def test_what_is_no_integer_is_refused_as_ground_truth_in_one_line(value):
+def test_ground_truth_that_is_no_integer_is_one_line(value):
     with pytest.raises(UserError, match="is not an integer") as caught:
         check_integer_ground_truth(value)
     assert len(str(caught.value)) < 200 and "\n" not in str(caught.value)
@@ -530,7 +530,7 @@ def test_math_reward_has_its_time_limit_in_every_thread():
     assert answers == {"tower": 0.0, "next": 1.0}
 
 
-def test_math_reward_called_from_many_threads_gives_each_its_own_answer():
+def test_math_reward_gives_each_thread_its_own_answer():
     with ThreadPoolExecutor(8) as pool:
         rewards = list(pool.map(lambda n: math_reward(f"The answer is {n}", n - n % 3), range(60)))
     assert rewards == [float(n % 3 == 0) for n in range(60)]

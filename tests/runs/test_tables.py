@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs import files as durable_files
+from Gradient_evaluation.runs.dataset import load_dataset_rows, prompt_id
 from Gradient_evaluation.runs.files import append_row, read_finished_rows, truncate_file, write_bytes_atomic, write_json
-from Gradient_evaluation.runs.oracle_table import (
-    check_ground_truths,
-    check_law,
-    load_dataset_rows,
-    load_oracle_table,
-    prompt_id,
-)
+from Gradient_evaluation.runs.oracle_table import check_same_law, load_oracle_table
+from Gradient_evaluation.runs.resume import continue_table
+from Gradient_evaluation.runs.rewards import check_ground_truths, rewards_of
+from Gradient_evaluation.utils import REWARDS, Reward
 
 USER = [{"role": "user", "content": "2+3?"}]
 GOOD = {"prompt": USER, "ground_truth": 5, "V_oracle": 0.75, "n_oracle": 4, "correct_count": 3}
@@ -216,7 +214,7 @@ NOWHERE = ["none.jsonl", "./none", "../none", "/none/at/all", "a/b/c", "data/non
 
 
 @pytest.mark.parametrize("source", NOWHERE)
-def test_source_that_is_a_path_to_nothing_is_not_looked_up_on_the_hub(source):
+def test_path_to_nothing_is_not_looked_up_on_the_hub(source):
     with pytest.raises(UserError, match="no such file or folder"):
         load_dataset_rows(source, "train")
 
@@ -335,6 +333,46 @@ def test_ground_truth_the_reward_cannot_use_is_refused_by_row(tmp_path):
         check_ground_truths(rows, "integer")
 
 
+@pytest.mark.parametrize("size", [1e150, -1.1e100, 1e-170, -9e-101])
+def test_reward_whose_squares_do_not_fit_is_refused(tmp_path, monkeypatch, size):
+    """Statistics multiply up to four rewards; 1e150 overflowed them with a traceback, and 1e-170 vanished."""
+    (row,) = load_oracle_table(written(tmp_path, line(GOOD)))
+    monkeypatch.setitem(REWARDS, "integer", Reward(lambda gold: gold, lambda text, gold: size))
+    with pytest.raises(UserError, match="scale") as caught:
+        rewards_of(["a"], row, "integer")
+    assert all(part in one_line(caught) for part in ("line 1", "continuation 1", f"{size}", "1e-100 to 1e100"))
+
+
+@pytest.mark.parametrize("size", [1e100, -1e-100, 0.0, -0.0, 70])
+def test_reward_at_the_bounds_of_size_is_taken(tmp_path, monkeypatch, size):
+    (row,) = load_oracle_table(written(tmp_path, line(GOOD, V_oracle=size, reward_values="graded")))
+    monkeypatch.setitem(REWARDS, "integer", Reward(lambda gold: gold, lambda text, gold: size))
+    assert rewards_of(["a"], row, "integer") == [size]
+
+
+@pytest.mark.parametrize("size", [1e150, -1e150, 1e-170, 10**400])
+def test_oracle_value_whose_squares_do_not_fit_is_refused(tmp_path, size):
+    path = written(tmp_path, line(GOOD, V_oracle=size, reward_values="graded"))
+    with pytest.raises(UserError, match="line 1: V_oracle is .*1e-100 to 1e100.*another scale.*make the table again"):
+        load_oracle_table(path)
+
+
+def test_standard_errors_of_an_older_table_are_computed_again(tmp_path, capsys):
+    """Older rows hold the plug-in sqrt(V (1 - V) / n), 0 at V = 0, and no kind; one table holds one kind."""
+    old = [{**each, "V_oracle": 0.0, "n_oracle": 4, "correct_count": 0, "V_standard_error": 0.0} for each in (GOOD, OTHER)]
+    new = {**old[1], "V_standard_error": 0.1, "V_standard_error_kind": "jeffreys"}
+    path = written(tmp_path, line(old[0]) + line(new))
+    rows = load_oracle_table(path)
+    table = continue_table(path, {}, rows)
+    error = (0.1 * 0.9 / 6) ** 0.5
+    first, second = json.loads(path.read_bytes().splitlines()[0]), table[rows[1].prompt_id]
+    assert first == {**old[0], "V_standard_error": pytest.approx(error), "V_standard_error_kind": "jeffreys"} and second == new
+    assert table[rows[0].prompt_id] == first and list(first)[-2:] == ["V_standard_error", "V_standard_error_kind"]
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "1 of its rows" in said and "V_standard_error" in said
+    assert continue_table(path, {}, rows) == table and not capsys.readouterr().err
+
+
 LAW = {"model": "m", "temperature": 1.0, "top_p": 0.95, "top_k": None, "max_new_tokens": 32, "stop": ["\n"]}
 LAW["reward"] = "integer"
 
@@ -342,7 +380,7 @@ LAW["reward"] = "integer"
 def law_check(folder, rows, law=LAW, allow_mismatch=False):
     warnings = []
     path = written(folder, b"".join(line(row) for row in rows))
-    check_law(load_oracle_table(path), law, path, allow_mismatch, warnings.append)
+    check_same_law(load_oracle_table(path), law, path, allow_mismatch, warnings.append)
     return warnings
 
 
@@ -363,7 +401,7 @@ def test_table_made_under_the_run_s_law_is_taken_in_silence(tmp_path):
         ("reward", "math", '"math"'),
     ],
 )
-def test_table_made_under_another_law_is_refused_naming_both_values(tmp_path, name, value, shown):
+def test_table_of_another_law_is_refused_by_both_values(tmp_path, name, value, shown):
     rows = [{**GOOD, **LAW, name: value}, {**OTHER, **LAW, name: value}]
     with pytest.raises(UserError, match="--allow_mismatch") as caught:
         law_check(tmp_path, rows)
@@ -380,7 +418,7 @@ def test_table_whose_rows_disagree_is_refused_naming_both_rows(tmp_path):
         law_check(tmp_path, [{**GOOD, **without}, {**OTHER, **LAW}])
 
 
-def test_table_that_does_not_say_its_law_is_taken_with_a_warning(tmp_path):
+def test_table_without_a_law_is_taken_with_a_warning(tmp_path):
     (warning,) = law_check(tmp_path, [GOOD, OTHER])
     assert "does not say how it was made" in warning
     without = {name: value for name, value in LAW.items() if name != "reward"}
@@ -401,7 +439,7 @@ def test_appended_rows_are_read_back(tmp_path):
     assert "\u2212".encode() in path.read_bytes()
 
 
-def test_output_cut_at_any_byte_keeps_its_complete_rows_and_loses_only_the_torn_one(tmp_path):
+def test_output_cut_at_any_byte_loses_only_the_torn_row(tmp_path):
     path = tmp_path / "out.jsonl"
     for row in (GOOD, {"text": "\u2212{}"}, OTHER):
         append_row(path, row)

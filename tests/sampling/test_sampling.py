@@ -17,10 +17,14 @@ from tiny_models import (
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from Gradient_evaluation.forward import replaced_forward
-from Gradient_evaluation.sampling import law as vocabulary
+from Gradient_evaluation.sampling import law as law_module
+from Gradient_evaluation.sampling import log_probs as log_probs_module
 from Gradient_evaluation.sampling import thin_products
 from Gradient_evaluation.sampling.cache import GrowingLayer, let_grow
-from Gradient_evaluation.sampling.generate import SamplingLaw, _draw, eos_token_ids, kept_tokens, log_probs, uniforms
+from Gradient_evaluation.sampling.generate import eos_token_ids
+from Gradient_evaluation.sampling.law import SamplingLaw, kept_tokens, uniforms
+from Gradient_evaluation.sampling.law import draw as draw_of_law
+from Gradient_evaluation.sampling.log_probs import log_probs
 
 LAWS = {
     "neutral": SamplingLaw(max_new_tokens=3),
@@ -88,7 +92,7 @@ def test_continuations_do_not_depend_on_the_batch_size(family):
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 @float_means_double()
-def test_a_growing_cache_holds_what_the_cache_of_transformers_holds(family):
+def test_a_growing_cache_holds_what_transformers_holds(family):
     model = tiny_model(family)
     caches = [model(input_ids=torch.tensor([PROMPT])).past_key_values for _ in range(2)]
     for cache in caches:
@@ -119,7 +123,7 @@ def test_models_with_recurrent_state_draw_what_one_by_one_draws(family, settings
     assert least_margin(model, one, law) > WIDE
 
 
-def test_a_random_number_belongs_to_its_seed_script_prompt_index_and_position():
+def test_a_random_number_depends_on_its_coordinates_alone():
     whole = uniforms(3, "oracle", 11, 0, 6, 5)
     assert (whole[2:5] == uniforms(3, "oracle", 11, 2, 3, 5)).all()
     assert (whole[:, :2] == uniforms(3, "oracle", 11, 0, 6, 2)).all()
@@ -129,7 +133,7 @@ def test_a_random_number_belongs_to_its_seed_script_prompt_index_and_position():
     assert (uniforms(3, "oracle", 2**64 - 1, 0, 1, 1) < 1).all()  # prompt ids use all 64 bits
 
 
-def test_random_numbers_are_uniform_and_uncorrelated_between_scripts():
+def test_random_numbers_are_uniform_and_uncorrelated():
     a, b = uniforms(0, "oracle", 5, 0, 400, 50), uniforms(0, "tracecov", 5, 0, 400, 50)
     assert abs(a.mean() - 0.5) < 5 * np.sqrt(1 / 12 / a.size)
     assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 5 / np.sqrt(a.size)
@@ -161,31 +165,31 @@ def test_the_kept_set_is_the_same_in_slices(monkeypatch):
     law = SamplingLaw(top_k=20, top_p=0.8)
     whole = kept_tokens(logits, law)
     for size in (1, 100, 700):
-        monkeypatch.setattr(vocabulary, "SLICE", size)
+        monkeypatch.setattr(law_module, "SLICE", size)
         assert (kept_tokens(logits, law) == whole).all()
 
 
 @pytest.mark.parametrize("first", [(1,), (2,), (3, 7), (7,)])
 @pytest.mark.parametrize("top_p", [0.01, 0.5, 0.9, 0.999999])
-def test_looking_at_the_likeliest_tokens_first_finds_the_same_nucleus_as_a_sort(monkeypatch, first, top_p):
+def test_the_likeliest_tokens_give_the_nucleus_of_a_sort(monkeypatch, first, top_p):
     logits = 3 * torch.randn(400, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[200:] = logits[200:].round()  # ties, at the edge too
     logits[::3, 5:20] = -torch.inf  # what top_k took out
-    monkeypatch.setattr(vocabulary, "FIRST", ())
-    by_sort = vocabulary.nucleus(logits, top_p)
-    monkeypatch.setattr(vocabulary, "FIRST", first)
-    assert (vocabulary.nucleus(logits, top_p) == by_sort).all()
+    monkeypatch.setattr(law_module, "FIRST", ())
+    by_sort = law_module.nucleus(logits, top_p)
+    monkeypatch.setattr(law_module, "FIRST", first)
+    assert (law_module.nucleus(logits, top_p) == by_sort).all()
 
 
 @pytest.mark.parametrize("block", [1, 4, 7, 30, 256])
-def test_a_draw_is_the_first_token_whose_cumulated_probability_exceeds_u(monkeypatch, block):
-    monkeypatch.setattr(vocabulary, "BLOCK", block)
+def test_a_draw_is_the_first_token_that_exceeds_u(monkeypatch, block):
+    monkeypatch.setattr(law_module, "BLOCK", block)
     logits = 2 * torch.randn(500, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[::2, 3:17] = -torch.inf
     logits[1, 1:] = -torch.inf
     u = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u[0], u[1], u[2], u[3] = 0.0, 1 - 2.0**-53, 1 - 2.0**-53, 0.0
-    drawn, _, _, sound = vocabulary.inverse_cdf(logits, u)
+    drawn, _, _, sound = law_module.inverse_cdf(logits, u)
     cdf = logits.softmax(-1).cumsum(-1)
     assert sound and (drawn == (cdf <= u.unsqueeze(1) * cdf[:, -1:]).sum(-1).clamp(max=29))[4:].all()
     assert (logits[torch.arange(500), drawn] > -torch.inf).all() and drawn[0] == 0 and drawn[1] == 0
@@ -193,24 +197,24 @@ def test_a_draw_is_the_first_token_whose_cumulated_probability_exceeds_u(monkeyp
 
 @pytest.mark.parametrize("first", [(3, 9), (9, 30), (30, 60)])
 @pytest.mark.parametrize("top_p", [0.05, 0.6, 0.95, 0.9999])
-def test_a_draw_among_the_likeliest_tokens_is_the_draw_from_the_whole_nucleus(monkeypatch, first, top_p):
+def test_a_draw_among_the_likeliest_is_one_from_the_nucleus(monkeypatch, first, top_p):
     logits = 3 * torch.randn(900, 240, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[300:] = logits[300:].round()  # ties, at the edge of the nucleus too
     logits[::3, 5:230] = -torch.inf  # what top_k took out
     u = torch.rand(900, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     u[:300:2], u[1:300:2] = 0.0, 1 - 2.0**-53
-    monkeypatch.setattr(vocabulary, "FIRST", first)
-    drawn, _, _, sound = vocabulary.draw_from_nucleus(logits, u, top_p)
-    kept = vocabulary._nucleus_by_sort(logits, top_p)
-    assert sound and (drawn == vocabulary.inverse_cdf(logits.masked_fill(~kept, -torch.inf), u)[0]).all()
+    monkeypatch.setattr(law_module, "FIRST", first)
+    drawn, _, _, sound = law_module.draw_from_nucleus(logits, u, top_p)
+    kept = law_module._nucleus_by_sort(logits, top_p)
+    assert sound and (drawn == law_module.inverse_cdf(logits.masked_fill(~kept, -torch.inf), u)[0]).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_a_nucleus_of_logits_that_are_not_sound_is_noticed(bad):
     logits, u = torch.randn(3, 600), torch.full((3,), 0.5, dtype=torch.float64)
-    assert vocabulary.draw_from_nucleus(logits, u, 0.9).sound
+    assert law_module.draw_from_nucleus(logits, u, 0.9).sound
     logits[1] = bad
-    drawn, _, _, sound = vocabulary.draw_from_nucleus(logits, u, 0.9)
+    drawn, _, _, sound = law_module.draw_from_nucleus(logits, u, 0.9)
     assert not sound and ((0 <= drawn) & (drawn < 600)).all()
 
 
@@ -230,7 +234,7 @@ def test_a_thin_product_is_the_layer_and_leaves_no_trace(monkeypatch, bias, rows
     assert "forward" not in vars(model[0])
 
 
-def test_a_replaced_forward_gives_way_to_what_was_there_even_after_an_error():
+def test_a_replaced_forward_gives_way_even_after_an_error():
     layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
     wrapper = layers[1].forward = lambda x: 7 * x  # another library's
     x = torch.ones(1, 2)
@@ -246,17 +250,17 @@ def test_no_rounding_draws_a_token_of_probability_zero():
     logits = torch.randn(2000, 700, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[:, :3] = logits[:, 250:260] = logits[:, 500:] = -torch.inf
     for u in (0.0, 1 - 2.0**-53):
-        drawn, *_ = vocabulary.inverse_cdf(logits, torch.full((2000,), u, dtype=torch.float64))
+        drawn, *_ = law_module.inverse_cdf(logits, torch.full((2000,), u, dtype=torch.float64))
         assert (logits.gather(1, drawn.unsqueeze(1)) > -torch.inf).all()
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_logits_that_are_not_sound_are_noticed_and_minus_infinity_is(bad):
+def test_only_logits_that_are_not_sound_are_noticed(bad):
     logits, u = torch.zeros(3, 600), torch.full((3,), 0.5, dtype=torch.float64)
     logits[1, 7] = -torch.inf
-    assert vocabulary.inverse_cdf(logits, u).sound
+    assert law_module.inverse_cdf(logits, u).sound
     logits[2, 300] = bad
-    drawn, _, _, sound = vocabulary.inverse_cdf(logits, u)
+    drawn, _, _, sound = law_module.inverse_cdf(logits, u)
     assert not sound and (drawn < 600).all()
 
 
@@ -264,11 +268,11 @@ def test_logits_that_are_not_sound_are_noticed_and_minus_infinity_is(bad):
 def test_log_probs_have_the_gradient_of_the_log_softmax(monkeypatch, law):
     logits = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     tokens = torch.arange(15).view(3, 5) % 12
-    monkeypatch.setattr(vocabulary, "SLICE", 8 * 12 * 4)  # four rows at a time
+    monkeypatch.setattr(log_probs_module, "SLICE", 8 * 12 * 4)  # four rows at a time
     torch.autograd.gradcheck(lambda x: log_probs(x, tokens, law), logits)
 
 
-def test_log_probs_at_a_temperature_are_those_of_the_divided_logits():
+def test_log_probs_at_a_temperature_divide_the_logits():
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
     tokens = torch.tensor([0, 3, 8, 5])
     expected = (logits / 0.6).log_softmax(-1)[torch.arange(4), tokens]
@@ -284,14 +288,14 @@ def test_probabilities_sum_to_one_over_the_nucleus():
     assert len(kept) < 9
 
 
-def test_a_token_that_rounding_pushed_out_of_the_nucleus_stays_in():
+def test_a_token_rounded_out_of_the_nucleus_stays_in():
     logits = torch.tensor([[4.0, 3.0, -2.0]])
     value = log_probs(logits, torch.tensor([2]), SamplingLaw(top_p=0.5))
     assert torch.isfinite(value).all()
     assert float(value) == pytest.approx(-2 - np.logaddexp(4.0, -2.0), abs=1e-6)
 
 
-def test_either_of_two_end_ids_ends_a_continuation_and_is_part_of_it_once():
+def test_either_of_two_end_ids_ends_a_continuation_once():
     model = enumerable_policy()
     model.generation_config.eos_token_id = [0, 3]
     law = SamplingLaw(max_new_tokens=4)
@@ -305,7 +309,7 @@ def test_either_of_two_end_ids_ends_a_continuation_and_is_part_of_it_once():
     frequencies_agree(draw(model, law, 4000, batch_size=2000), enumerate_outcomes(model, PROMPT, law, eos=(0, 3)))
 
 
-def test_a_stop_string_ends_with_the_token_that_completes_it_and_the_text_ends_before_it():
+def test_a_stop_string_ends_at_the_token_that_completes_it():
     model, tokenizer = enumerable_policy(), tiny_tokenizer()
     free = draw(model, SamplingLaw(max_new_tokens=6), 300)
     stopped = draw(model, SamplingLaw(max_new_tokens=6, stop=("13", "2-")), 300)
@@ -347,18 +351,18 @@ def test_logits_that_are_not_finite_stop_the_run():
     ],
     ids=str,
 )
-def test_a_draw_knows_the_log_prob_of_its_token_and_the_share_that_the_law_left(law, vocabulary_size):
+def test_a_draw_knows_its_log_prob_and_the_share_left(law, vocabulary_size):
     logits = torch.randn(400, vocabulary_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     logits[:200] *= 4
     logits[100:300] = logits[100:300].round()  # ties, at the edge too
     u = torch.rand(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    drawn = _draw(logits, u, law)
+    drawn = draw_of_law(logits, u, law)
     whole = (logits / law.temperature).log_softmax(-1).gather(1, drawn.tokens.unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(drawn.log_probs, log_probs(logits, drawn.tokens, law))
     torch.testing.assert_close(drawn.log_probs + drawn.log_kept, whole)
 
 
-def test_continuations_keep_a_log_prob_for_each_of_their_tokens_also_when_cut_or_compacted():
+def test_each_token_keeps_its_log_prob_when_rows_leave():
     model = enumerable_policy()
     for law in (SamplingLaw(max_new_tokens=6), SamplingLaw(max_new_tokens=6, top_p=0.9, stop=("13", "2-"))):
         drawn = draw(model, law, 200)

@@ -43,7 +43,7 @@ def first_stop(tokenizer, tokens, stop, eos=(0,)):
 
 
 @pytest.mark.parametrize("stop", [("\n",), ("11", "2\n")])
-def test_a_row_ends_at_the_first_token_that_completes_a_stop_string_whatever_bytes_follow(stop):
+def test_a_row_ends_at_its_first_stop_whatever_bytes_follow(stop):
     model, tokenizer = enumerable_policy(vocabulary=9), byte_fallback_tokenizer()
     assert "\n" not in decode_text(tokenizer, [2, 3]) and "\n" in decode_text(tokenizer, [2])  # what follows undoes it
     free = draw(model, tokenizer, SamplingLaw(temperature=4.0, max_new_tokens=12))
@@ -61,7 +61,7 @@ def test_a_row_ends_at_the_first_token_that_completes_a_stop_string_whatever_byt
 
 
 @pytest.mark.parametrize("every", [1, 3, 4, 200])
-def test_how_often_one_looks_and_how_long_the_rows_are_changes_no_stop(every):
+def test_how_often_one_looks_changes_no_stop(every):
     tokenizer, stop = byte_fallback_tokenizer(), ("a12\n", "\u20ac21", "2a1a")
     rows = np.random.default_rng(0).choice(9, p=[0.004, 0.2, 0.1, 0.1, 0.1, 0.1, 0.096, 0.15, 0.15], size=(60, 200))
     rows[:20, :150] = np.tile([3, 4, 5], 50)  # a long run of whole characters, cut by the tail inside one
@@ -74,7 +74,7 @@ def test_how_often_one_looks_and_how_long_the_rows_are_changes_no_stop(every):
     assert ended.nonzero().squeeze(-1).tolist() == sorted(expected)
 
 
-def test_a_special_token_as_stop_string_ends_a_continuation_as_the_end_of_sequence_does():
+def test_a_special_token_as_stop_string_ends_as_eos_does():
     model, tokenizer = enumerable_policy(vocabulary=9), byte_fallback_tokenizer()
     assert stop_token_ids(tokenizer, ("<|im_end|>", "\n")) == (6,)
     law = SamplingLaw(max_new_tokens=8, stop=("<|im_end|>",))
@@ -88,7 +88,7 @@ def test_a_special_token_as_stop_string_ends_a_continuation_as_the_end_of_sequen
     assert hits > 20
 
 
-def test_a_special_token_among_other_text_is_refused_with_the_fix():
+def test_a_special_token_among_text_is_refused_with_the_fix():
     tokenizer = byte_fallback_tokenizer()
     check_stop_strings(tokenizer, ("<|im_end|>", "\n", "1"))
     with pytest.raises(UserError, match=r"<\|im_end\|> is a special token.*alone"):
@@ -104,7 +104,7 @@ def test_an_empty_stop_string_is_refused_by_both_scripts(policy, problems, tmp_p
     assert not (tmp_path / "a").exists()
 
 
-def test_a_stop_string_that_could_never_be_found_is_refused_before_the_model_is_loaded(tmp_path, capsys):
+def test_a_stop_string_never_found_is_refused_at_once(tmp_path, capsys):
     folder, data = tmp_path / "four", tmp_path / "data.jsonl"
     enumerable_policy(vocabulary=4, seed=6).save_pretrained(folder)
     tiny_tokenizer(("<eos>", "1", "2", "3")).save_pretrained(folder)

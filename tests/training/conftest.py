@@ -1,8 +1,7 @@
-"""Fixtures of the launcher's tests: a folder with what a training run needs, and a clock."""
+"""Fixtures of the launcher's tests: a folder with what a training run needs."""
 
 import pytest
 from launches import parquet, save_chat_tokenizer
-from test_chat_template import on_day as on_day
 
 from data.make_arithmetic import make_problems
 from data.verl_parquet import Problem

@@ -14,7 +14,7 @@ from launches import checkpoint, dry_run, needs_verl
 from test_prepare_parquet import prepare, read, write_jsonl
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.oracle_table import load_dataset_rows
+from Gradient_evaluation.runs.dataset import load_dataset_rows
 from Gradient_evaluation.utils import format_prompt
 from Policy_Optimization import checks, launch, run_folder
 from Policy_Optimization.overrides import verl_overrides

@@ -14,7 +14,7 @@ from data.make_arithmetic import make_problems
 from data.prepare_parquet import main
 from data.verl_parquet import answer_text
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.oracle_table import load_dataset_rows
+from Gradient_evaluation.runs.dataset import load_dataset_rows
 from Gradient_evaluation.utils import REWARDS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "data" / "prepare_parquet.py"
