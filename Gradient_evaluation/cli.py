@@ -98,33 +98,6 @@ def importing() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def one_line_while_importing() -> None:
-    """Until ``run``, end this process with one line at a UserError, at Ctrl-C, or where a library is not installed.
-
-    The libraries take seconds to import, and are all in the environment that ``make`` sets up. A script reads its flags
-    before them, so that what is wrong with these is said at once.
-    """
-
-    def end(line: str, code: int) -> None:
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
-        os._exit(code)
-
-    def in_one_line(kind, error, traceback) -> None:
-        if issubclass(kind, UserError):
-            end(f"error: {' '.join(str(error).split())}", 2)
-        if issubclass(kind, ModuleNotFoundError) and error.name and error.name.partition(".")[0] not in OURS:
-            end(
-                f"error: {sys.executable} has no package {error.name.partition('.')[0]}; activate the environment "
-                "(make demo or make test sets up .venv: . .venv/bin/activate), or pip install -r requirements.txt",
-                2,
-            )
-        sys.__excepthook__(kind, error, traceback)
-
-    signal.signal(signal.SIGINT, lambda *_: end("interrupted; nothing was being measured yet", 130))
-    sys.excepthook = in_one_line
-
-
 MOST_CONTINUATIONS = 10**8  # of one prompt: more than any memory holds, and far below what overflows
 
 

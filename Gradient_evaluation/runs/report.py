@@ -69,7 +69,7 @@ def _on_policy(check: dict) -> str:
     ratio = "not computed" if check["ratio"] is None else f"{check['ratio']:.1e}{error}"
     line = (
         f"on-policy check ||E g||^2 / E||g||^2 = {ratio} (0 for right scores: an estimate below 0 is noise, one far above 0 "
-        "speaks against the scores; a small one alone does not show that they are right)"
+        "speaks against the scores; a small one does not show that sampler and scorer agree; only their comparison does)"
     )
     return line + (f"\nwarning: {check['warning']}" if check.get("warning") else "")
 

@@ -11,8 +11,8 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.utils import REWARDS
 
-SMALLEST, LARGEST = 1e-100, 1e100  # sizes of a reward but 0; statistics take products of four, a float ends at 1e308
-OUT_OF_RANGE = "whose size is neither 0 nor from 1e-100 to 1e100"
+SMALLEST, LARGEST = 1e-30, 1e30  # sizes of a reward but 0: products of four, times scores, stay below a float's 1e308
+OUT_OF_RANGE = "whose size is neither 0 nor from 1e-30 to 1e30"
 RESCALE = "let the reward function return values of another scale"
 
 

@@ -352,8 +352,8 @@ def test_a_python_without_the_packages_is_one_line(script):
 
 def test_a_module_of_ours_that_is_missing_keeps_its_traceback():
     code = (
-        "import sys; sys.path.insert(0, '.')\nfrom Gradient_evaluation.cli import one_line_while_importing\n"
-        "one_line_while_importing()\nimport Gradient_evaluation.no_such_module"
+        "import sys; sys.path.insert(0, '.')\nfrom Gradient_evaluation.cli import importing\n"
+        "with importing():\n    import Gradient_evaluation.no_such_module"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" in done.stderr

@@ -333,17 +333,17 @@ def test_ground_truth_the_reward_cannot_use_is_refused_by_row(tmp_path):
         check_ground_truths(rows, "integer")
 
 
-@pytest.mark.parametrize("size", [1e150, -1.1e100, 1e-170, -9e-101])
+@pytest.mark.parametrize("size", [1e150, -1.1e30, 1e-170, -9e-31])
 def test_reward_whose_squares_do_not_fit_is_refused(tmp_path, monkeypatch, size):
     """Statistics multiply up to four rewards; 1e150 overflowed them with a traceback, and 1e-170 vanished."""
     (row,) = load_oracle_table(written(tmp_path, line(GOOD)))
     monkeypatch.setitem(REWARDS, "integer", Reward(lambda gold: gold, lambda text, gold: size))
     with pytest.raises(UserError, match="scale") as caught:
         rewards_of(["a"], row, "integer")
-    assert all(part in one_line(caught) for part in ("line 1", "continuation 1", f"{size}", "1e-100 to 1e100"))
+    assert all(part in one_line(caught) for part in ("line 1", "continuation 1", f"{size}", "1e-30 to 1e30"))
 
 
-@pytest.mark.parametrize("size", [1e100, -1e-100, 0.0, -0.0, 70])
+@pytest.mark.parametrize("size", [1e30, -1e-30, 0.0, -0.0, 70])
 def test_reward_at_the_bounds_of_size_is_taken(tmp_path, monkeypatch, size):
     (row,) = load_oracle_table(written(tmp_path, line(GOOD, V_oracle=size, reward_values="graded")))
     monkeypatch.setitem(REWARDS, "integer", Reward(lambda gold: gold, lambda text, gold: size))
@@ -353,7 +353,7 @@ def test_reward_at_the_bounds_of_size_is_taken(tmp_path, monkeypatch, size):
 @pytest.mark.parametrize("size", [1e150, -1e150, 1e-170, 10**400])
 def test_oracle_value_whose_squares_do_not_fit_is_refused(tmp_path, size):
     path = written(tmp_path, line(GOOD, V_oracle=size, reward_values="graded"))
-    with pytest.raises(UserError, match="line 1: V_oracle is .*1e-100 to 1e100.*another scale.*make the table again"):
+    with pytest.raises(UserError, match="line 1: V_oracle is .*1e-30 to 1e30.*another scale.*make the table again"):
         load_oracle_table(path)
 
 
