@@ -11,7 +11,15 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = ("Gradient_evaluation", "Policy_Optimization", "data", "plots")
 MODULES = sorted(path for folder in OURS for path in (ROOT / folder).rglob("*.py"))
 SCRIPTS = {"calculate_oracle_v", "run_tracecov"}
-TOOLS = {"adapters", "chat_template", "integer_answer", "math_worker", "models", "utils"}  # models, prompts and rewards
+TOOLS = {
+    "adapters",
+    "chat_template",
+    "integer_answer",
+    "math_worker",
+    "models",
+    "utils",
+    "written_number",
+}  # models, prompts and rewards
 # room -> the other rooms of ours that its modules import. A module beside the rooms is a room of its own.
 MAY_IMPORT = {
     "errors": set(),

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 from chat_templates import CALLED, DATED, LLAMA_3, TOOL, USES_TOOLS
 from launches import checkpoint, dry_run, needs_verl
-from test_prepare_parquet import prepare, read, write_jsonl
+from prepared import prepare, read, write_jsonl
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import load_dataset_rows

@@ -6,33 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow.parquet
 import pytest
 from launches import save_chat_tokenizer
+from prepared import prepare, write_jsonl
 
 from data.make_arithmetic import make_problems
-from data.prepare_parquet import main
 from data.verl_parquet import answer_text
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import load_dataset_rows
 from Gradient_evaluation.utils import REWARDS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "data" / "prepare_parquet.py"
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read(path):
-    return pyarrow.parquet.read_table(path).to_pylist()
-
-
-def prepare(folder, kind, train, val=None, *flags):
-    sources = ["--train", str(train), *(["--val", str(val)] if val else [])]
-    main([kind, *sources, "--out_dir", str(folder / "out"), *flags])
-    return read(folder / "out" / "train.parquet"), read(folder / "out" / "val.parquet")
 
 
 def test_arithmetic_rows_have_the_schema_that_verl_reads(tmp_path):
