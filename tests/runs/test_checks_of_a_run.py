@@ -6,11 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from abstract_policy import random_policy
+from abstract_policy import make_records, random_policy
 from scripts import call, one_line_error, oracle, read, tracecov
-from test_checks import longrope_model
-from test_estimators import make_records
-from tiny_models import tiny_tokenizer
+from tiny_models import longrope_model, tiny_tokenizer
 
 from Gradient_evaluation import calculate_oracle_v
 from Gradient_evaluation.runs import measure
