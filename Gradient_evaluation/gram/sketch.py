@@ -6,7 +6,7 @@ fixed matrices of entries +-1/sqrt(k): the inner product of two sketches is unbi
 the draw of the matrices. They depend on the parameter's name and shape alone, so they are the same for every prompt,
 run, rank and device. Sketches are made from the factored gradients of layers.py, never from the whole gradient. They are
 linear, so the uses of a parameter (a tied embedding and head) add up. A side with at most k entries stays as it is, so a
-large enough k gives the exact gradient. Derived in the project's method notes, section 5.
+large enough k gives the exact gradient. Derived in docs/method.md, section 5.
 """
 
 from __future__ import annotations

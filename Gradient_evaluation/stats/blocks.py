@@ -3,7 +3,7 @@
 A block is B independent continuations of one prompt: ``gram`` (..., B, B) with Q_ij = <g_i, g_j> (scores
 g = grad log pi, in squared gradient units) and ``rewards`` (..., B). Every function takes leading batch
 dimensions, computes in float64 and returns U-statistics: their expectation over blocks is exact at any B
-that is large enough. So blocks are averaged, and then prompts. Formulas: shared METHOD, section 4.
+that is large enough. So blocks are averaged, and then prompts. Formulas: docs/method.md, section 4.
 
 There are two kinds of moments:
 * Moments of pairs. They give the trace of GRPO and of prompt-only baselines in closed form at every K.

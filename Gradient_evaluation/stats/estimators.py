@@ -100,7 +100,7 @@ def group_mean(prompts: PromptMoments, group_size: int) -> Moments:
 
 
 def mixture_trace(prompts: PromptMoments, group_size: int, weight, baseline) -> np.ndarray:
-    """tr Cov of weight * leave-one-out + (1 - weight) * prompt-only(baseline): exact, derived in shared METHOD 4."""
+    """tr Cov of weight * leave-one-out + (1 - weight) * prompt-only(baseline): exact, derived in docs/method.md 4."""
     group, constant, covariance = _mixture_parts(prompts, group_size, baseline)
     return weight**2 * group + (1 - weight) ** 2 * constant + 2 * weight * (1 - weight) * covariance
 

@@ -5,7 +5,7 @@
 
 B prompts have groups of G, so N = B G continuations. The total variance of the leave-one-out estimator, averaged over the
 B groups, and Hoeffding's variance of a U-statistic give, exactly for every G >= 2 (the paper's Theorem 7 has an upper
-bound; the finite-G form is derived in the project's method notes, section 5):
+bound; the finite-G form is derived in docs/method.md, section 5):
 
     MSE = c1/B + c2/(B G) + c3/(B G (G-1)),    N MSE = c1 G + c2 + c3/(G-1)
     c1 = tr Var_x theta(x) = mean ||theta(x)||^2 - ||mean theta(x)||^2

@@ -4,7 +4,7 @@ Such a group is silent: its gradient is exactly 0 (TRL logs the share as frac_re
 C(n, G) groups. If c of them have one reward, C(c, G) of these groups have only this reward. So the share of silent
 groups is the sum over rewards of C(c, G) / C(n, G). This is a U-statistic for any rewards: its mean is P(all G rewards
 equal) for every n >= G. The plug-in of c/n into V^G + (1-V)^G is biased upward (0.293 for 0.142 at V = 0.03, n = G = 64).
-Derived in shared METHOD, section 8.3.
+Derived in docs/method.md, section 7.
 """
 
 from __future__ import annotations

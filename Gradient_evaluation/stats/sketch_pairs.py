@@ -3,8 +3,8 @@
 ||mean over x of theta(x)||^2 is the mean of <theta(x), theta(x')> over independent prompts x, x'. Each prompt has one
 unbiased (sketched) gradient estimate, from its own continuations. The mean of their products over pairs x != x' is
 unbiased; a prompt paired with itself would add the noise of its estimate. Two errors remain: that of the drawn prompts
-(``pair_averages``) and that of the sketch, which more prompts do not reduce (``sketch_covariance``). Derived in the
-project's method notes, section 5, and here.
+(``pair_averages``) and that of the sketch, which more prompts do not reduce (``sketch_covariance``). Derived in
+docs/method.md, section 5, and here.
 """
 
 from __future__ import annotations

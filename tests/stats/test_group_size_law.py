@@ -70,7 +70,7 @@ def sample_prompts(family, n, block, generator):
 
 
 def sketch(gradients, k, seed):
-    """Sketches (n, k*k) of gradients (n, 144), as METHOD has them, and their layout."""
+    """Sketches (n, k*k) of gradients (n, 144), as docs/method.md has them, and their layout."""
     generator = np.random.default_rng(seed)
     rows, columns = (generator.choice([-1.0, 1.0], size=(side, k)) / np.sqrt(k) for side in SHAPE)
     made = np.einsum("nij,ia,jb->nab", gradients.reshape(-1, *SHAPE), rows, columns, optimize=True)
