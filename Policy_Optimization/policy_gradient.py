@@ -16,7 +16,9 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from Gradient_evaluation.sampling.generate import SamplingLaw, log_probs, sample_groups, uniforms
+from Gradient_evaluation.sampling.generate import sample_groups
+from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
+from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.stats.advantages import group_advantages
 from Gradient_evaluation.utils import REWARDS
 

@@ -163,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import torch
 
         from Gradient_evaluation.models import check_prompt_length, fingerprint, load_model, load_tokenizer, model_limits
-        from Gradient_evaluation.sampling.generate import SamplingLaw
+        from Gradient_evaluation.sampling.law import SamplingLaw
         from Gradient_evaluation.utils import format_prompt
         from Policy_Optimization.policy_gradient import Task, held_out_reward, train
     torch.set_num_threads(settings.threads)

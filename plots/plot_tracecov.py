@@ -43,12 +43,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(save_figure(figure, flags.out))
 
 
-def load_results(path: str) -> dict:
-    """runs/results.py's, for Policy_Optimization/train_group_sizes.py until that imports from there."""
-    from Gradient_evaluation.runs import results
-
-    return results.load_results(path)
-
-
 if __name__ == "__main__":
     run(main)

@@ -43,7 +43,9 @@ from Gradient_evaluation.cli import Parser, integer, run
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.models import load_model, load_tokenizer, resolve_device, resolve_dtype
 from Gradient_evaluation.runs.memory import tune_allocator
-from Gradient_evaluation.sampling.generate import SamplingLaw, eos_token_ids, log_probs, sample_continuations, uniforms
+from Gradient_evaluation.sampling.generate import eos_token_ids, sample_continuations
+from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
+from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.utils import format_prompt, integer_reward
 from plots.style import save_figure

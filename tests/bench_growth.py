@@ -11,7 +11,9 @@ from bench_protocol import RunningTraces
 from tiny_models import tiny_model
 
 from Gradient_evaluation.gram.score_gram import ScoreGram
-from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw, log_probs
+from Gradient_evaluation.sampling.generate import Continuation
+from Gradient_evaluation.sampling.law import SamplingLaw
+from Gradient_evaluation.sampling.log_probs import log_probs
 from plots.style import new_figure
 
 BASE = {"largest K": 32, "M": 1, "prompt tokens": 64, "response tokens": 32, "width": 128}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw, log_probs
+from Gradient_evaluation.sampling.generate import Continuation
+from Gradient_evaluation.sampling.law import SamplingLaw
+from Gradient_evaluation.sampling.log_probs import log_probs
 
 ESTIMATORS = ("naive", "grpo", "oracleV")
 

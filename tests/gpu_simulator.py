@@ -39,7 +39,9 @@ from transformers.cache_utils import DynamicLayer
 
 from Gradient_evaluation.gram import linear
 from Gradient_evaluation.gram.score_gram import ScoreGram
-from Gradient_evaluation.sampling.generate import SamplingLaw, log_probs, sample_continuations
+from Gradient_evaluation.sampling.generate import sample_continuations
+from Gradient_evaluation.sampling.law import SamplingLaw
+from Gradient_evaluation.sampling.log_probs import log_probs
 
 WIDTHS = {  # of Qwen2.5: hidden, intermediate, heads, key-value heads, whether head and embedding are tied
     "0.5B": (896, 4864, 14, 2, True),

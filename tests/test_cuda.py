@@ -19,7 +19,8 @@ from data.make_arithmetic import make_problems, write_jsonl
 from Gradient_evaluation.models import resolve_device
 from Gradient_evaluation.runs.checks import self_audit
 from Gradient_evaluation.runs.memory import Batch, limited_memory
-from Gradient_evaluation.sampling.generate import SamplingLaw, sample_continuations, uniforms
+from Gradient_evaluation.sampling.generate import sample_continuations
+from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 LAW = SamplingLaw(temperature=0.8, max_new_tokens=6)

@@ -18,7 +18,8 @@ import torch
 from data import train_tiny_model
 from data.make_arithmetic import KINDS, MAX_PROBLEMS, STYLES, WORKED_EXAMPLES, make_problems
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.sampling.generate import SamplingLaw, sample_groups
+from Gradient_evaluation.sampling.generate import sample_groups
+from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.utils import format_prompt
 
 ROOT = Path(__file__).resolve().parents[1]

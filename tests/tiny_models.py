@@ -173,7 +173,8 @@ def random_continuations(seed: int, lengths, vocabulary: int = 40):
 
 def draw(model, law, n, seed=0, batch_size=64, prompt=PROMPT, tokenizer=None):
     """``n`` continuations as the oracle script draws them."""
-    from Gradient_evaluation.sampling.generate import sample_continuations, uniforms
+    from Gradient_evaluation.sampling.generate import sample_continuations
+    from Gradient_evaluation.sampling.law import uniforms
 
     u = uniforms(seed, "oracle", 7, 0, n, law.max_new_tokens)
     return sample_continuations(model, tokenizer or tiny_tokenizer(), prompt, u, law, batch_size)

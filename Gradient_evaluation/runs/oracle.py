@@ -44,7 +44,9 @@ from Gradient_evaluation.runs.resume import (
     write_table,
 )
 from Gradient_evaluation.runs.rewards import check_ground_truths, rewards_of
-from Gradient_evaluation.sampling.generate import log_probs, sample_continuations, uniforms
+from Gradient_evaluation.sampling.generate import sample_continuations
+from Gradient_evaluation.sampling.law import uniforms
+from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.settings import OracleSettings
 from Gradient_evaluation.utils import REWARDS
 

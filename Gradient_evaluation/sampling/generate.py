@@ -18,8 +18,7 @@ from transformers.cache_utils import Cache
 
 from Gradient_evaluation.forward import padding_position, position_ids, takes_positions
 from Gradient_evaluation.sampling.cache import choose_rows, let_grow
-from Gradient_evaluation.sampling.law import SamplingLaw, at_least_float32, draw, draw_tokens, kept_tokens, uniforms  # noqa: F401 (some are imported from here)
-from Gradient_evaluation.sampling.log_probs import log_probs  # noqa: F401
+from Gradient_evaluation.sampling.law import SamplingLaw, at_least_float32, draw
 from Gradient_evaluation.sampling.stop_strings import StopStrings, decode_text, stop_token_ids
 from Gradient_evaluation.sampling.thin_products import thin_products
 

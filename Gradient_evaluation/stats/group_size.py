@@ -115,9 +115,8 @@ def group_size_law(prompts: PromptMoments, sketches: Sketches | None, bootstrap:
     unknown = measured.silence or measured.no_pairs
     found["curve"] = _curve(found, measured)
     found |= _recommended(found, measured, prompts.theta_sq_noise, unknown)
-    noise = (
-        found["G_star"].reason if found["c3"] <= 0 and isinstance(found["G_star"], Missing) else None
-    )  # G = 2 would be least
+    # A c3 at or below 0 is noise, and with it G = 2 would come out as best: no ratio of MSEs then, for G_star's reason.
+    noise = found["G_star"].reason if found["c3"] <= 0 else None
     table, no_table = _relative_mse(measured, unknown or noise)
     found |= {"relative_mse": table, "almost_best": Missing(no_table) if no_table else almost_best(table)}
     found |= _noise_scale(found, measured)

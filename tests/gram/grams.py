@@ -8,7 +8,8 @@ from torch import nn
 
 from Gradient_evaluation.gram.score_gram import Block, ScoreGram
 from Gradient_evaluation.runs.checks import self_audit
-from Gradient_evaluation.sampling.generate import SamplingLaw, log_probs
+from Gradient_evaluation.sampling.law import SamplingLaw
+from Gradient_evaluation.sampling.log_probs import log_probs
 
 PROMPT = [1, 5, 9, 5, 0, 2, 7]  # a repeated id, the pad id and the end-of-sequence id among them
 LAW = SamplingLaw(temperature=0.8, max_new_tokens=6)  # random tokens are possible under it

@@ -11,7 +11,8 @@ from tiny_models import per_sample_scores, random_continuations, tiny_model
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import fingerprint, load_model, weights_digest
-from Gradient_evaluation.sampling.generate import sample_continuations, uniforms
+from Gradient_evaluation.sampling.generate import sample_continuations
+from Gradient_evaluation.sampling.law import uniforms
 
 peft = pytest.importorskip("peft")
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import torch
 from grams import block_of, score_gram, tokens
 from tiny_models import FAMILIES, per_sample_scores, random_continuations, tiny_model
 
-from Gradient_evaluation.sampling.generate import SamplingLaw
+from Gradient_evaluation.sampling.law import SamplingLaw
 
 LAW = SamplingLaw(max_new_tokens=6)
 PROMPTS = ([1, 5, 9, 5, 7], [4, 4, 30])

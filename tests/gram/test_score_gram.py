@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram import layers
 from Gradient_evaluation.runs.measure import scored
-from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw
+from Gradient_evaluation.sampling.generate import Continuation
+from Gradient_evaluation.sampling.law import SamplingLaw
 
 TIES = [(family, tied) for family in FAMILIES for tied in (False, True)]
 

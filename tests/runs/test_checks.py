@@ -12,7 +12,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import crosses_rope_length, rope_length
 from Gradient_evaluation.runs.checks import check_sampler, differences, in_float32, possible_log_kept, tolerance_of
 from Gradient_evaluation.sampling import generate as sampling
-from Gradient_evaluation.sampling.generate import SamplingLaw, kept_tokens
+from Gradient_evaluation.sampling.law import SamplingLaw, kept_tokens
 
 PROMPT = [1, 3, 7, 9, 3]
 WORDS = tiny_tokenizer(("<pad>", "<bos>", "<eos>", *map(str, range(37))))

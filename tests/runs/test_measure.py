@@ -13,7 +13,8 @@ from Gradient_evaluation.gram import ScoreGram
 from Gradient_evaluation.gram import scoring as gram_scoring
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.measure import Measurement, score_gram, scored
-from Gradient_evaluation.sampling.generate import Continuation, SamplingLaw
+from Gradient_evaluation.sampling.generate import Continuation
+from Gradient_evaluation.sampling.law import SamplingLaw
 
 
 def flags(**changed):

@@ -12,8 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.sampling.generate import SamplingLaw, decode_text, sample_continuations, uniforms
-from Gradient_evaluation.sampling.stop_strings import StopStrings, check_stop_strings, stop_token_ids
+from Gradient_evaluation.sampling.generate import sample_continuations
+from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
+from Gradient_evaluation.sampling.stop_strings import StopStrings, check_stop_strings, decode_text, stop_token_ids
 
 BYTES = ("<eos>", "<0x31>", "<0x0A>", "<0xE2>", "<0x82>", "<0xAC>", "<|im_end|>", "<0x32>", "a")
 

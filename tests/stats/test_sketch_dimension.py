@@ -11,7 +11,9 @@ from data.make_arithmetic import make_problems
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.gram.sketch import GradientSketch
 from Gradient_evaluation.models import load_model, load_tokenizer
-from Gradient_evaluation.sampling.generate import SamplingLaw, log_probs, sample_continuations, uniforms
+from Gradient_evaluation.sampling.generate import sample_continuations
+from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
+from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.stats.blocks import pair_moments
 from Gradient_evaluation.stats.estimators import sketch_weights
 from Gradient_evaluation.utils import format_prompt, integer_reward

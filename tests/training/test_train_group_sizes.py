@@ -11,14 +11,9 @@ from results_files import results
 from tiny_models import float_means_double, tiny_model, tiny_tokenizer
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.sampling.generate import (
-    Continuation,
-    SamplingLaw,
-    log_probs,
-    sample_continuations,
-    sample_groups,
-    uniforms,
-)
+from Gradient_evaluation.sampling.generate import Continuation, sample_continuations, sample_groups
+from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
+from Gradient_evaluation.sampling.log_probs import log_probs
 from Policy_Optimization.policy_gradient import weighted_log_probs
 from Policy_Optimization.train_group_sizes import main, summarise
 
