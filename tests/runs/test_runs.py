@@ -263,19 +263,20 @@ def test_bad_input_under_torchrun_is_said_once(policy, tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_fails_ends_the_job_and_names_the_row(policy, table, tmp_path):
-    """A prompt whose token has a weight that is not finite: whoever meets it ends the job, and mending it continues."""
+    """A prompt whose token has an embedding that is not finite: whoever meets it ends the job; other rows stay."""
     broken = tmp_path / "four tokens"
     shutil.copytree(policy, broken)
-    model = enumerable_policy(vocabulary=4, seed=6)
+    model = enumerable_policy(vocabulary=4, seed=6, tied=False)
+    data = tmp_path / "prompts.jsonl"  # the check before the first row looks at the first prompt and at the longest
+    data.write_text("".join(json.dumps({"prompt": p, "ground_truth": 1}) + "\n" for p in ("1", "2", "21", "3", "1221")))
     with torch.no_grad():
-        model.transformer.wpe.weight[5] = torch.nan  # the sixth position, which only the long prompt reaches
+        model.transformer.wte.weight[3] = torch.nan  # that of "3"
     model.save_pretrained(broken)
-    data = tmp_path / "long.jsonl"
-    data.write_text("".join(json.dumps({"prompt": p, "ground_truth": 1}) + "\n" for p in ("1", "2", "13", "123123", "3")))
-    code, _, err = torchrun(oracle_flags(broken, data, tmp_path / "out"))
+    # one token: a drawn one is never read
+    code, _, err = torchrun(oracle_flags(broken, data, tmp_path / "out", "--max_new_tokens", 1))
     assert code != 0 and "line 4" in err and "not finite" in err
     kept = list((tmp_path / "out").glob(".*rank*")) + list((tmp_path / "out").glob("*.jsonl"))
-    assert kept and all(json.loads(line)["prompt"] != "123123" for path in kept for line in path.read_text().splitlines())
+    assert kept and all(json.loads(line)["prompt"] != "3" for path in kept for line in path.read_text().splitlines())
 
 
 # ------------------------------------------------------------------------------------------------ progress
