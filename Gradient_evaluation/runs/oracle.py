@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -13,23 +12,14 @@ import numpy as np
 import torch
 
 from Gradient_evaluation.gram.score_gram import ScoreGram
-from Gradient_evaluation.models import (
-    device_line,
-    fingerprint,
-    load_model,
-    load_tokenizer,
-    model_label,
-    resolve_dtype,
-    warn_of_risks,
-    weights_digest,
-)
+from Gradient_evaluation.models import fingerprint, load_tokenizer, model_label, resolve_dtype, warn_of_risks, weights_digest
 from Gradient_evaluation.runs.checks import check_sampler, in_float32
 from Gradient_evaluation.runs.dataset import Row, load_dataset_rows
 from Gradient_evaluation.runs.files import append_row
-from Gradient_evaluation.runs.memory import Batch, limited_memory, tune_allocator
+from Gradient_evaluation.runs.memory import Batch, limited_memory
 from Gradient_evaluation.runs.oracle_table import GRADED, ZERO_ONE, jeffreys_columns
 from Gradient_evaluation.runs.processes import Processes, Progress
-from Gradient_evaluation.runs.prompts import chat_from, run_identity, sampling_law, tokenised
+from Gradient_evaluation.runs.prompts import chat_from, load_policy, run_identity, sampling_law, tokenised
 from Gradient_evaluation.runs.resume import (
     check_fingerprint,
     check_same_weights,
@@ -163,11 +153,7 @@ def begin(plan: Plan, settings: OracleSettings, fingerprints: list[str]) -> None
 
 def measure_all(plan: Plan, settings: OracleSettings, dtype: torch.dtype, processes: Processes) -> None:
     """Measure this process's share of ``plan.todo``. Every row is on disk as soon as it is known."""
-    tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
-    tune_allocator(processes.device)
-    if settings.device == "auto" and processes.is_first and not settings.quiet:
-        print(device_line(processes.device, dtype), file=sys.stderr)
-    model = load_model(settings.model, settings.revision, processes.device, dtype, settings.trust_remote_code)
+    model, tokenizer = load_policy(settings, dtype, processes)
     weights = {"model_fingerprint": fingerprint(model), "weights_digest": weights_digest(settings.model, settings.revision)}
     fingerprints = processes.gather(weights["model_fingerprint"])
     processes.from_first(begin, plan, settings, fingerprints)

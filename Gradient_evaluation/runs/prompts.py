@@ -1,21 +1,37 @@
-"""The sampling law and the identity of a run, from its flags, and the prompts as the model will read them."""
+"""What both runs make of their flags: the sampling law, the identity, the prompts as token ids, the loaded model."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+import torch
 
 from Gradient_evaluation.chat_template import FLAG, Chat, chat_of
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.models import check_prompt_length, crosses_rope_length, model_label, model_limits
+from Gradient_evaluation.models import (
+    check_prompt_length,
+    crosses_rope_length,
+    device_line,
+    load_model,
+    load_tokenizer,
+    model_label,
+    model_limits,
+)
 from Gradient_evaluation.runs.dataset import Row
+from Gradient_evaluation.runs.memory import tune_allocator
+from Gradient_evaluation.runs.processes import Processes
 from Gradient_evaluation.runs.resume import at_row
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.stop_strings import check_stop_strings
 from Gradient_evaluation.settings import Settings
 from Gradient_evaluation.utils import format_prompt
+
+AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 def sampling_law(settings: Settings) -> SamplingLaw:
@@ -61,7 +77,7 @@ def prompt_format(tokenizer, chat: Chat) -> str:
     return hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16]
 
 
-def tokenised(rows: Sequence[Row], settings: Settings, tokenizer, chat: Chat) -> tuple[list[Row], list[list[int]], int]:
+def tokenised(rows: Sequence[AnyRow], settings: Settings, tokenizer, chat: Chat) -> tuple[list[AnyRow], list[list[int]], int]:
     """(rows, token ids of their prompts, number left out): before the model is loaded, every prompt is checked.
 
     Raises UserError naming the row of a prompt that the tokenizer refuses, or that does not fit the model's context;
@@ -97,3 +113,17 @@ def tokenised(rows: Sequence[Row], settings: Settings, tokenizer, chat: Chat) ->
             f"{context} with --max_new_tokens {settings.max_new_tokens}; lower that, or shorten them"
         )
     return kept, prompts, len(rows) - len(kept)
+
+
+def load_policy(settings: Settings, dtype: torch.dtype, processes: Processes) -> tuple:
+    """(model, tokenizer) that the flags name. The model is in eval mode on the device of this process.
+
+    The memory allocator is tuned first. Under --device auto the first process prints the device and the dtype.
+    Raises UserError when the model or its tokenizer cannot be loaded.
+    """
+    tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
+    tune_allocator(processes.device)
+    if settings.device == "auto" and processes.is_first and not settings.quiet:
+        print(device_line(processes.device, dtype), file=sys.stderr)
+    model = load_model(settings.model, settings.revision, processes.device, dtype, settings.trust_remote_code)
+    return model, tokenizer

@@ -20,8 +20,8 @@ import numpy as np
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.integer_answer import check_integer_ground_truth
-from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.files import write_json
+from Gradient_evaluation.runs.oracle_table import OracleRow
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
@@ -186,7 +186,7 @@ NOT_IN_RESULTS = (
 )
 
 
-def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Row]) -> dict | None:
+def finished_results(settings: TracecovSettings, label: str, rows: Sequence[OracleRow]) -> dict | None:
     """The results that the same command has written before, for the same prompts and oracle values; None if there are none.
 
     The flags in ``NOT_IN_RESULTS`` change no number, so they may differ. A missing figure also means: not finished.

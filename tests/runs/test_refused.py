@@ -12,9 +12,7 @@ from scripts import RESULTS, call, detailed_rows, one_line_error, oracle, read, 
 from tiny_models import enumerable_policy, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs import oracle as oracle_run
-from Gradient_evaluation.runs import tracecov as tracecov_run
+from Gradient_evaluation.runs import gram_store, prompts
 
 # ------------------------------------------------------------------------------------------------ another model
 
@@ -194,8 +192,7 @@ def test_long_prompts_are_skipped_and_counted_by_flag(policy, table, tmp_path, c
 
 
 def test_all_input_is_checked_before_the_model_is_loaded(policy, problems, table, tmp_path, capsys, monkeypatch):
-    for script in (oracle_run, tracecov_run):
-        monkeypatch.setattr(script, "load_model", None)
+    monkeypatch.setattr(prompts, "load_model", None)
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps({"prompt": "1", "ground_truth": "no number"}) + "\n")
     one_line_error(oracle(policy, bad, tmp_path / "a", capsys=capsys), "bad.jsonl, line 1", "ground_truth")
