@@ -48,7 +48,7 @@ def _mse_table(results: dict) -> list[str]:
 
 
 def _notes(results: dict) -> list[str]:
-    """Why a column of the MSE table is empty, and what a curve below the floor means."""
+    """Why a column of the MSE table is empty, what a curve below the floor means, and what an interval below 0."""
     reasons = {name: results["reasons"].get(f"estimators.{name}.mse") for name in DEFAULT}
     lines = [wrapped(f"note: {name}: {reason}") for name, reason in reasons.items() if reason]
     floor = results["estimators"][FLOOR]["mse"]
@@ -59,6 +59,14 @@ def _notes(results: dict) -> list[str]:
             wrapped(
                 f"note: {label_of(FLOOR)} is an estimate that errs upward where a prompt has few blocks, so another column may "
                 "come out below it; more blocks (--M) bring it down"
+            )
+        )
+    intervals = [ends for name in DEFAULT for ends in results["estimators"][name]["mse_ci95"] if ends is not None]
+    if any(low < -1e-12 * high for low, high in intervals):
+        lines.append(
+            wrapped(
+                "note: no MSE is below 0; where an interval reaches below 0, the prompts are too few or too different for a "
+                "lower bound; measure more of them (--T)"
             )
         )
     return lines
