@@ -117,7 +117,7 @@ def pin_date(settings: Settings, previous: Mapping[str, Any]) -> tuple[Settings,
         return settings, []
     date = last_value(previous, key) or today
     settings = replace(settings, chat_template_kwargs={**kwargs, "date_string": date})
-    return settings, [f"the chat template prints the date; this run keeps {date}, also when it is continued"]
+    return settings, [f"the chat template prints the date; this run uses {date}, also when it is continued"]
 
 
 def is_by_budget(settings: Settings) -> bool:

@@ -179,7 +179,7 @@ def test_a_pinned_date_is_printed_on_every_day(on_day, capsys, template):
     tokenizer = tiny_tokenizer(template=template)
     on_day(0)
     first = chat_of(tokenizer, {})
-    assert capsys.readouterr().err.count("keeps") == 1
+    assert capsys.readouterr().err.count("this run uses") == 1
     text = rendered(template, USER, chat=first)
     on_day(1)
     again = chat_of(tokenizer, {}, [None, first.date])
