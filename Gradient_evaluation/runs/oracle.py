@@ -54,8 +54,8 @@ class Plan(NamedTuple):
     n_long: int  # prompts that are too long and left out
 
 
-def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Plan:
-    """Check and do all that needs no model. ``held`` takes the lock on the table."""
+def prepare(settings: OracleSettings, dtype: torch.dtype, locks: ExitStack) -> Plan:
+    """Do everything that needs no model, above all the checks. ``locks`` takes the lock on the table."""
     rows = load_dataset_rows(settings.dataset, settings.split)
     check_ground_truths(rows, settings.reward)
     warn_of_risks(settings.model, settings.trust_remote_code)
@@ -70,7 +70,7 @@ def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Pl
         "dtype": str(dtype).split(".")[-1],
     }
     output_folder(settings.out_dir)
-    held.enter_context(only_writer(path))
+    locks.enter_context(only_writer(path))
     finished = {} if settings.overwrite else continue_table(path, identity, rows)
     todo = [(row, prompt_ids) for row, prompt_ids in zip(rows, prompts) if row.prompt_id not in finished]
     return Plan(path, identity, rows, finished, todo, n_long)
@@ -191,9 +191,9 @@ def summarise(table: list[dict], plan: Plan, seconds: float) -> str:
 def run(settings: OracleSettings) -> None:
     """Make the table, or continue it."""
     started = time.monotonic()
-    with Processes(settings.device) as processes, ExitStack() as held:
+    with Processes(settings.device) as processes, ExitStack() as locks:
         dtype = resolve_dtype(settings.dtype, processes.device)
-        plan = processes.from_first(prepare, settings, dtype, held)
+        plan = processes.from_first(prepare, settings, dtype, locks)
         finished = processes.from_first(is_finished, plan, settings)
         if not finished:
             with saved_on_interrupt(plan.path, settings.overwrite, processes.is_first):

@@ -40,21 +40,23 @@ def sampling_law(settings: Settings) -> SamplingLaw:
 
 
 def chat_from(settings: Settings, tokenizer, earlier: Iterable[Mapping]) -> Chat:
-    """What the chat template is given: the flag's variables, and the date of what the run goes on from.
+    """What the chat template is given: the flag's variables, and the date on which the run began.
 
-    earlier: rows or the identity that an earlier part of this run has left; the first that names a date decides.
+    earlier: rows or the identity that an earlier part of this run has stored. The first date in them is used.
     """
     return chat_of(tokenizer, settings.chat_template_kwargs, (each.get("template_date") for each in earlier))
 
 
 def run_identity(settings: Settings, tokenizer, chat: Chat) -> dict:
-    """What decides a continuation's distribution and reward, as stored with every row and result.
+    """The settings that the distribution and the reward of a continuation depend on. Every row and result stores them.
 
-    A local model goes by its folder's name, so that a table may move between machines; its weights' fingerprint,
-    stored beside, tells two folders of one name apart.
+    A local model has its folder's name here, so that a table may move between machines. The fingerprint of the weights,
+    which is stored too, tells two folders of the same name apart.
     """
     model = model_label(settings.model) if Path(settings.model).is_dir() else settings.model
-    revision = None if settings.revision == "main" else settings.revision  # as tables have it whose script had no default
+    revision = (
+        None if settings.revision == "main" else settings.revision
+    )  # as in tables of earlier scripts, whose flag had no default
     return {
         "model": model,
         "revision": revision,
@@ -71,17 +73,17 @@ def run_identity(settings: Settings, tokenizer, chat: Chat) -> dict:
 
 
 def prompt_format(tokenizer, chat: Chat) -> str:
-    """A short hash of what the tokenizer and its chat template make of a fixed prompt, as string and as messages."""
+    """A short hash of the token ids of a fixed prompt, as a string and as messages: of tokenizer and chat template."""
     text = "What is 12 + 34? Answer with one integer.\n"
     made = [format_prompt(tokenizer, prompt, chat=chat) for prompt in (text, [{"role": "user", "content": text}])]
     return hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16]
 
 
 def tokenised(rows: Sequence[AnyRow], settings: Settings, tokenizer, chat: Chat) -> tuple[list[AnyRow], list[list[int]], int]:
-    """(rows, token ids of their prompts, number left out): before the model is loaded, every prompt is checked.
+    """(rows, token ids of their prompts, number left out). It checks every prompt, before the model is loaded.
 
-    Raises UserError naming the row of a prompt that the tokenizer refuses, or that does not fit the model's context;
-    the latter are left out and counted under --skip_long.
+    Raises UserError, naming the row, for a prompt that the tokenizer refuses, or that is too long for the model's context.
+    Under --skip_long prompts that are too long are left out and counted.
     """
     check_stop_strings(tokenizer, settings.stop)
     if chat.kwargs and all(isinstance(row.prompt, str) for row in rows):

@@ -107,8 +107,8 @@ def choose_rows(rows: list[OracleRow], settings: TracecovSettings, tokenizer, ch
     return [Chosen(index[row.prompt_id], row, prompt_ids) for row, prompt_ids in zip(rows, prompts)], n_long
 
 
-def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> Plan:
-    """Check and do all that needs no model. ``held`` takes the lock on the Gram files."""
+def prepare(settings: TracecovSettings, dtype: torch.dtype, locks: ExitStack) -> Plan:
+    """Do everything that needs no model, above all the checks. ``locks`` takes the lock on the Gram files."""
     sizes = block_sizes(settings.M * settings.K_list[-1], planned_block_size(settings))
     rows = load_oracle_table(settings.oracle_table)
     check_ground_truths(rows, settings.reward)
@@ -122,7 +122,7 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> 
     chosen, n_long = choose_rows(rows, settings, tokenizer, chat)
     identity = {**law, **identity_beside_the_law(settings, sizes), "dtype": str(dtype).split(".")[-1]}
     grams = output_folder(settings.save_json) / "grams"
-    held.enter_context(only_writer(grams))
+    locks.enter_context(only_writer(grams))
     output_folder(grams)
     if not settings.skip_plot:
         output_folder(settings.plot_path)
@@ -281,9 +281,9 @@ def run(settings: TracecovSettings, draw: Draw) -> None:
         recompute(settings, draw)
         return
     started = time.monotonic()
-    with Processes(settings.device) as processes, ExitStack() as held:
+    with Processes(settings.device) as processes, ExitStack() as locks:
         dtype = resolve_dtype(settings.dtype, processes.device)
-        plan = processes.from_first(prepare, settings, dtype, held)
+        plan = processes.from_first(prepare, settings, dtype, locks)
         with saved_on_interrupt(plan.grams, settings.overwrite, processes.is_first):
             finished = processes.from_first(is_measured, plan, settings)
             if not finished:

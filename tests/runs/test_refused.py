@@ -115,9 +115,9 @@ def test_another_template_or_config_is_not_mixed_in(policy, problems, table, tmp
     lines = table.read_bytes().splitlines(keepends=True)
     template = changed(policy, tmp_path)
     (template / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] * 2 }}{% endfor %}")
-    for place in ("a", "b"):
-        (tmp_path / place).mkdir()
-        (tmp_path / place / table.name).write_bytes(b"".join(lines[:3]))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / table.name).write_bytes(b"".join(lines[:3]))
     one_line_error(oracle(template, problems, tmp_path / "a", capsys=capsys), "prompt_format")
     one_line_error(tracecov(template, table, tmp_path / "t", "--K_list", 4, "--M", 1, capsys=capsys), "prompt_format")
     (template / "chat_template.jinja").unlink()

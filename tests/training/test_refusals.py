@@ -7,7 +7,7 @@ from data.make_arithmetic import make_problems
 from data.verl_parquet import Problem
 from Gradient_evaluation.errors import UserError
 
-# wrong settings: refused by name, before VERL is imported
+# wrong settings: an error that names the setting, before VERL is imported
 
 WITHOUT_VERL = [
     ("G does not divide the budget", dict(group_size=3), r"--group_size 3 does not divide --budget 256: .*change --budget"),
@@ -129,7 +129,7 @@ def test_a_refusal_names_what_the_person_can_type(inputs, variables, changes, me
         dry_run(inputs, environment={"HOME": str(inputs), **variables}, **changes)
 
 
-# wrong settings that VERL itself takes in silence, and its own checks
+# wrong settings that VERL itself accepts without a message, and its own checks
 
 WITH_VERL = [
     ("misspelt estimator", ["algorithm.adv_estimator=gpro"], "adv_estimator=gpro: unknown to VERL; use one of .*grpo"),
