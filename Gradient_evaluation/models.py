@@ -213,7 +213,7 @@ def _check_causal(model: str, loaded) -> None:
     one, other = logits[:, :-1].double()
     if (one - other).abs().max() > max(1e-4, 8 * torch.finfo(logits.dtype).eps) * one.abs().max():
         raise UserError(
-            f"--model {model}: a later token changes the logits before it, so this is no causal language model; give one"
+            f"--model {model}: a later token changes the logits before it, so this is not a causal language model; give one"
         )
 
 
