@@ -36,7 +36,7 @@ from Policy_Optimization.run_folder import (
     start_attempt,
     wandb_mode,
 )
-from Policy_Optimization.settings import Settings, read_settings
+from Policy_Optimization.settings import Settings, as_typed, read_settings
 
 
 def check_settings(settings: Settings, environment: Mapping[str, str]) -> list[str]:
@@ -117,7 +117,7 @@ def pin_date(settings: Settings, previous: Mapping[str, Any]) -> tuple[Settings,
         return settings, []
     date = last_value(previous, key) or today
     settings = replace(settings, chat_template_kwargs={**kwargs, "date_string": date})
-    return settings, [f"the chat template prints the date; this run keeps {date}, also when it is continued"]
+    return settings, [f"the chat template prints the date; this run uses {date}, also when it is continued"]
 
 
 def is_by_budget(settings: Settings) -> bool:
@@ -173,7 +173,15 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     environment = os.environ if environment is None else environment
     plan = Path(arguments[1]) if arguments[:1] == ["--plan"] else None
-    settings = read_settings(arguments[2:] if plan else arguments, environment)
+    arguments = arguments[2:] if plan else arguments
+    try:
+        prepare(read_settings(arguments, environment), environment, plan)
+    except UserError as error:
+        raise UserError(as_typed(str(error), arguments, environment)) from None
+
+
+def prepare(settings: Settings, environment: Mapping[str, str], plan: Path | None) -> None:
+    """Check everything; then print it, or prepare the run folder and write the plan for the shell."""
     run_dir = Path(settings.run_dir)
     previous = read_run(run_dir)
     notes = check_settings(settings, environment)

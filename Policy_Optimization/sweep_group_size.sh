@@ -54,8 +54,9 @@ mapfile -d '' -t todo <"$list"
 export HF_HOME="${HF_HOME:-$sweep_dir/cache/huggingface}" # one copy of a hub model for all runs
 
 launch() { # SIZE SEED RUN [more flags of the launcher]
-  # Sizes, seeds and folders are the sweep's: these flags win over variables of the same names.
-  env -u TRAIN_BATCH_SIZE -u MINI_BATCH_SIZE -u EPOCHS -u EXPERIMENT -u EXPERIMENT_NAME \
+  # Sizes, seeds and folders are the sweep's: these flags win over variables of the same names. Under IN_SWEEP an
+  # error names settings as they are typed here.
+  env -u TRAIN_BATCH_SIZE -u MINI_BATCH_SIZE -u EPOCHS -u EXPERIMENT -u EXPERIMENT_NAME IN_SWEEP=1 \
     bash "$here/grpo_train.sh" "${python_flags[@]}" "${@:4}" --group_size "$1" --seed "$2" \
     --run_dir "$sweep_dir/$3" "${budget_flags[@]}" "${verl[@]}"
 }

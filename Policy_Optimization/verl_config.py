@@ -191,6 +191,11 @@ def check_batches(cfg: Any, by_budget: bool = True) -> None:
         raise UserError(f"actor_rollout_ref.rollout.n=1: {cfg.algorithm.adv_estimator} compares at least two")
     prompts, part = cfg.data.train_batch_size, actor.ppo_mini_batch_size
     fix = f"; these fit: {fitting_flags(cfg, prompts, by_budget)}"
+    if prompts % part and by_budget:
+        raise UserError(
+            f"the mini-batch of {part} prompts does not divide the {prompts} prompts of a step (by default they are "
+            f"--update_budget / G and --budget / G){fix}"
+        )
     if prompts % part:
         raise UserError(
             f"--mini_batch_size {part} does not divide --train_batch_size {prompts} (unless they are given, they "

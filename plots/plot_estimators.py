@@ -31,7 +31,7 @@ QUANTITIES = {
 
 
 def fit_ratio_law(sizes: Sequence[int], ratios: Sequence[float]) -> float:
-    """The c of least squares in ratio = 1 + c/(K - 1), the law of GRPO over the oracle.
+    """The c of least squares in ratio = 1 + c/(K - 1), the trace of GRPO over that of the oracle.
 
     Exact with c = (2 zeta2 - 4 zeta1) / (4 zeta1), for tr Var of GRPO is 4 zeta1/K + (2 zeta2 - 4 zeta1)/(K (K-1)) and
     that of the oracle 4 zeta1/K.

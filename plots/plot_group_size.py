@@ -29,11 +29,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from plots.group_size import plot_side_by_side
         from plots.style import save_figure
 
-    laws = [load_results(path).get("group_size_law") for path in flags.results]
-    for path, each in zip(flags.results, laws):
+    group_size_laws = [load_results(path).get("group_size_law") for path in flags.results]
+    for path, each in zip(flags.results, group_size_laws):
         check_group_size_law(each, path)
     labels = flags.label or [Path(path).stem.removeprefix("tracecov_") for path in flags.results]
-    figure, _ = plot_side_by_side(laws, labels, flags.budget)
+    figure, _ = plot_side_by_side(group_size_laws, labels, flags.budget)
     print(save_figure(figure, flags.out))
 
 

@@ -5,8 +5,8 @@
     python plots/plot_tracecov.py base.json instruct.json --by_estimator --out figure.pdf
 
 Each results file (written by Gradient_evaluation/run_tracecov.py) is one panel, its legend headed by model and sampling
-law. With --by_estimator each estimator is one panel and each file one curve, and one legend names model and law of each.
-Runs in seconds. The drawing is in tracecov.py.
+law. With --by_estimator each estimator is one panel and each file one curve, and one legend names model and sampling law of
+each. Runs in seconds. The drawing is in tracecov.py.
 """
 
 from __future__ import annotations

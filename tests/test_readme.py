@@ -249,24 +249,24 @@ def copy(tmp_path_factory):
     from data.make_arithmetic import make_problems, write_jsonl
     from Policy_Optimization.sweep_manifest import make_plan, write_manifest
 
-    place = tmp_path_factory.mktemp("readme") / "copy"
+    copy = tmp_path_factory.mktemp("readme") / "copy"
     left_out = shutil.ignore_patterns(".git", ".venv*", "outputs", "__pycache__", ".hypothesis", ".pytest_cache")
-    shutil.copytree(ROOT, place, ignore=left_out)
+    shutil.copytree(ROOT, copy, ignore=left_out)
     for name in ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "RUN_DIR/model"):
-        shutil.copytree(ROOT / "data" / "tiny_model", place / name)
+        shutil.copytree(ROOT / "data" / "tiny_model", copy / name)
     problems = make_problems(3, seed=3)
-    DatasetDict({"train": Dataset.from_list(problems)}).save_to_disk(place / "Kyleyee" / "arithmetic-test")
+    DatasetDict({"train": Dataset.from_list(problems)}).save_to_disk(copy / "Kyleyee" / "arithmetic-test")
     questions = [
         {"question": f"{row['prompt'][0]['content']} ({number})", "answer": f"So.\n#### {row['ground_truth']}"}
         for number, row in enumerate(make_problems(40, seed=4))
     ]
-    write_jsonl(questions, place / "gsm8k.jsonl")
-    sweep, budgets = place / "outputs" / "sweep", {"budget": 1024, "update_budget": 256, "epoch_budget": 128}
+    write_jsonl(questions, copy / "gsm8k.jsonl")
+    sweep, budgets = copy / "outputs" / "sweep", {"budget": 1024, "update_budget": 256, "epoch_budget": 128}
     write_manifest(sweep, make_plan(sweep, [32], [0], budgets))
-    logs = place / "outputs" / "sweep" / "g32_seed0" / "logs"
+    logs = copy / "outputs" / "sweep" / "g32_seed0" / "logs"
     logs.mkdir(parents=True)
     (logs / "metrics_1.jsonl").write_text('{"step": 5, "data": {"val-core/openai/gsm8k/acc/mean@1": 0.5}}\n')
-    return place
+    return copy
 
 
 def environment() -> dict[str, str]:
@@ -274,7 +274,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def run_it(command: Command, place: Path) -> None:
+def run_it(command: Command, copy: Path) -> None:
     flags = added(command)
     if flags is None:
         return
@@ -285,7 +285,7 @@ def run_it(command: Command, place: Path) -> None:
         launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
         words = [sys.executable, *launcher, *torchrun_flags(words[1:])[1]]
     done = subprocess.run(
-        [*words, *flags], cwd=place, capture_output=True, text=True, env={**environment(), **command.variables}
+        [*words, *flags], cwd=copy, capture_output=True, text=True, env={**environment(), **command.variables}
     )
     assert done.returncode == 0, f"{command.text}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
 

@@ -11,9 +11,9 @@ import numpy as np
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.runs.checks import check_block, check_sampler, in_float32, self_audit
-from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.gram_store import GramRecord
 from Gradient_evaluation.runs.memory import Batch
+from Gradient_evaluation.runs.oracle_table import OracleRow
 from Gradient_evaluation.runs.prompts import sampling_law
 from Gradient_evaluation.runs.rewards import rewards_of
 from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
@@ -87,7 +87,7 @@ class Measurement:
         self.generation = Batch("--gen_bs", settings.gen_bs, least=1)
         self.block = Batch("--block_size", planned_block_size(settings), least=SMALLEST_BLOCK)
 
-    def audit(self, row: Row, prompt_ids: list[int]) -> dict:
+    def audit(self, row: OracleRow, prompt_ids: list[int]) -> dict:
         """The self-audit of a block as large as this run's, of continuations that are used for nothing else."""
         count = max(block_sizes(self.settings.M * self.settings.K_list[-1], self.block.size))
         drawn = self._sample("audit", row, prompt_ids, count)
@@ -98,7 +98,7 @@ class Measurement:
 
         return batch.run(check, row.where)
 
-    def check_sampler(self, row: Row, prompt_ids: list[int]) -> dict:
+    def check_sampler(self, row: OracleRow, prompt_ids: list[int]) -> dict:
         """checks.check_sampler of a block of continuations of this prompt that are used for nothing else.
 
         A half-precision model draws and scores them in float32: its own rounding would hide a wrong sampler.
@@ -112,11 +112,10 @@ class Measurement:
 
         return in_float32(self.model, check, "the comparison of sampler and scorer")
 
-    def measure(self, row: Row, prompt_ids: list[int], index: int) -> GramRecord:
+    def measure(self, row: OracleRow, prompt_ids: list[int], index: int) -> GramRecord:
         """The record of one prompt, ``index`` its row in the oracle table. FloatingPointError: not finite."""
         drawn = self._sample("tracecov", row, prompt_ids, self.settings.M * self.settings.K_list[-1])
         rewards = rewards_of((continuation.text for continuation in drawn), row, self.settings.reward)
-        lengths = np.array([len(continuation.tokens) for continuation in drawn])
         blocks = self.block.run(lambda size: self._blocks(row, prompt_ids, drawn, rewards, size), row.where)
         return GramRecord(
             prompt_id=row.prompt_id,
@@ -126,12 +125,11 @@ class Measurement:
             oracle_value=row.oracle_value,
             n_oracle=row.oracle_samples,
             rewards=rewards,
-            lengths=lengths,
             greedy_reward=self._greedy_reward(row, prompt_ids),
             **blocks,
         )
 
-    def _sample(self, purpose: str, row: Row, prompt_ids: list[int], count: int) -> list[Continuation]:
+    def _sample(self, purpose: str, row: OracleRow, prompt_ids: list[int], count: int) -> list[Continuation]:
         u = uniforms(self.settings.seed, purpose, row.prompt_id, 0, count, self.settings.max_new_tokens)
 
         def sample(size: int) -> list[Continuation]:
@@ -139,8 +137,8 @@ class Measurement:
 
         return self.generation.run(sample, row.where)
 
-    def _blocks(self, row: Row, prompt_ids, drawn: list[Continuation], rewards, largest: int) -> dict:
-        """The fields of GramRecord that come from blocks of at most ``largest`` continuations."""
+    def _blocks(self, row: OracleRow, prompt_ids, drawn: list[Continuation], rewards, largest: int) -> dict:
+        """The fields of GramRecord that come from the continuations, taken in blocks of at most ``largest``."""
         lengths = np.array([len(continuation.tokens) for continuation in drawn])
         names = sketched_names(self.settings.estimators) if self.settings.sketch_dim else None
         grams, values, moments, sketches, start = [], [], [], [], 0
@@ -159,6 +157,7 @@ class Measurement:
             if self.settings.by_layer:
                 moments.append(layer_moments(block.by_module, rewards[part]))
         return {
+            "lengths": lengths,
             "grams": grams,
             "log_probs": np.concatenate(values),
             "modules": self.gram.modules if moments else None,
@@ -168,7 +167,7 @@ class Measurement:
             "sketch_layout": np.array(self.gram.sketch.layout, dtype=np.int64) if names else None,
         }
 
-    def _greedy_reward(self, row: Row, prompt_ids: list[int]) -> float | None:
+    def _greedy_reward(self, row: OracleRow, prompt_ids: list[int]) -> float | None:
         """Reward of the greedy continuation, where an estimator needs it."""
         if "greedy" not in extra_rollouts(self.settings.estimators):
             return None

@@ -12,7 +12,7 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.text import Text
-from results_files import deep, law, notes, results
+from results_files import deep, group_size_law, notes, results
 
 from Gradient_evaluation.runs.results import describe, describe_each
 from Gradient_evaluation.stats.estimators import label_of
@@ -33,7 +33,7 @@ RUNS = [Run(f"g{size}_seed{seed}", size, seed, {0: 0.1, 9: 0.3 + seed / 9}) for 
 PICTURES = {
     "plot_tracecov": lambda m, ax: plot_tracecov(m.results, ax=ax, label="m"),
     "plot_compared": lambda m, ax: plot_compared([m.results, m.results], "grpo", ax=ax, labels=["a", "b"]),
-    "plot_group_size": lambda m, ax: plot_group_size(law(), ax=ax, label="m"),
+    "plot_group_size": lambda m, ax: plot_group_size(group_size_law(), ax=ax, label="m"),
     "plot_prompt_traces": lambda m, ax: plot_prompt_traces(m, 4, ax=ax),
     "plot_variance_shares": lambda m, ax: plot_variance_shares(m, 4, ax=ax),
     "plot_ratio": lambda m, ax: plot_ratio(m, ax=ax),
@@ -145,7 +145,7 @@ def odd_modules() -> dict:
         lambda: plot_tracecov(of(ODD[0], stop=["$x_{$", "\\$"]), label="odd", log_y=True),
         lambda: plot_compared([of(name) for name in ODD], "grpo"),
         lambda: plot_by_estimator([of(name, stop=[name]) for name in ODD], labels=list(ODD)),
-        lambda: plot_group_size(law(), label=ODD[0]),
+        lambda: plot_group_size(group_size_law(), label=ODD[0]),
         lambda: plot_layers(odd_modules(), 4),
         lambda: plot_module_kinds(odd_modules(), 4),
         lambda: plot_by_step(odd_runs()),
@@ -164,7 +164,7 @@ def test_output_that_cannot_be_printed_is_one_line(tmp_path):
     code = "from Gradient_evaluation.cli import run; run(lambda: print('a'))"
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith("error: what is printed")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith("error: standard output")
 
 
 def test_a_name_with_a_leading_underscore_is_in_the_legend():

@@ -234,6 +234,14 @@ def test_a_curve_below_the_floor_is_explained(small_run):
     assert "1 prompt," in report({**results, "n_prompts": 1})
 
 
+def test_an_interval_of_an_mse_below_zero_is_explained(small_run):
+    results = json.loads((small_run / "tracecov_tiny_model.json").read_text())
+    for low, said in ((-0.5, True), (-1e-15, False), (0.1, False)):
+        for found in results["estimators"].values():
+            found["mse_ci95"] = [[low, 1e9], None, [0.1, 1e9]]
+        assert ("no MSE is below 0" in report(results)) == said
+
+
 @pytest.mark.parametrize(
     "law, words",
     [

@@ -41,9 +41,7 @@ from tiny_models import enumerable_policy, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs import oracle as oracle_run
-from Gradient_evaluation.runs import tracecov as tracecov_run
+from Gradient_evaluation.runs import gram_store, prompts
 from Gradient_evaluation.runs.memory import Batch
 from Gradient_evaluation.runs.processes import Processes
 from Gradient_evaluation.runs.resume import only_writer, part_of, saved_on_interrupt
@@ -53,7 +51,7 @@ from Gradient_evaluation.runs.resume import only_writer, part_of, saved_on_inter
 
 def test_a_finished_oracle_run_loads_no_model(policy, problems, table, tmp_path, capsys, monkeypatch):
     shutil.copy(table, tmp_path)
-    monkeypatch.setattr(oracle_run, "load_model", None)  # a call would be a TypeError
+    monkeypatch.setattr(prompts, "load_model", None)  # a call would be a TypeError
     code, out, _ = oracle(policy, problems, tmp_path, capsys=capsys)
     assert code == 0 and out.startswith("finished before") and "5 prompts" in out
     assert (tmp_path / table.name).read_bytes() == table.read_bytes() and len(list(tmp_path.iterdir())) == 1
@@ -63,7 +61,7 @@ def test_a_finished_tracecov_run_loads_no_model(policy, table, undisturbed, tmp_
     out = shutil.copytree(undisturbed, tmp_path / "copy")
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.rglob("*") if path.is_file()}
     flags = tracecov_flags(policy, table, out)[1:]
-    monkeypatch.setattr(tracecov_run, "load_model", None)
+    monkeypatch.setattr(prompts, "load_model", None)
     (out / RESULTS).unlink()
     assert call(run_tracecov, *flags)[0] == 0  # the Grams are all there: results again, without the model
     assert files_of(out) == files_of(undisturbed)
@@ -347,7 +345,7 @@ def test_with_less_memory_blocks_and_batches_shrink(policy, table, undisturbed, 
         )
         return model
 
-    monkeypatch.setattr(tracecov_run, "load_model", load)
+    monkeypatch.setattr(prompts, "load_model", load)
     code, _, err = call(run_tracecov, *tracecov_flags(policy, table, tmp_path)[1:], capsys=capsys)
     assert code == 0 and "--gen_bs" in err and "--block_size" in err
     results = read(tmp_path / RESULTS)

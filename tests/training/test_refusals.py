@@ -7,7 +7,7 @@ from data.make_arithmetic import make_problems
 from data.verl_parquet import Problem
 from Gradient_evaluation.errors import UserError
 
-# wrong settings: refused by name, before VERL is imported
+# wrong settings: an error that names the setting, before VERL is imported
 
 WITHOUT_VERL = [
     ("G does not divide the budget", dict(group_size=3), r"--group_size 3 does not divide --budget 256: .*change --budget"),
@@ -109,7 +109,27 @@ def test_an_unknown_flag_is_an_error(inputs, capsys):
     assert stopped.value.code == 2 and "--group_sise" in capsys.readouterr().err
 
 
-# wrong settings that VERL itself takes in silence, and its own checks
+@pytest.mark.parametrize(
+    "variables, changes, message",
+    [
+        ({"MICRO_BATCH_SIZE": "24"}, {}, r"^MICRO_BATCH_SIZE=24 does not divide .*these fit: MICRO_BATCH_SIZE=16$"),
+        ({"MICRO_BATCH_SIZE": "24"}, {"micro_batch_size": 12}, "^--micro_batch_size 12 .*these fit: --micro_batch_size 8$"),
+        ({"MINI_BATCH_SIZE": "12"}, {}, "^MINI_BATCH_SIZE=12 does not divide --train_batch_size 32 .*these fit: MINI_BATCH"),
+        ({"UPDATE_BUDGET": "96"}, {"update_budget": None}, r"^the mini-batch of 12 .*\(by default they are UPDATE_BUDGET / G"),
+        ({"GPUS": "3"}, {"gpus_per_node": None}, "change GPUS, --nnodes or the batch; these fit: GPUS=2$"),
+        ({"IN_SWEEP": "1"}, {"budget": 96}, "are --update_budget / G and --budget / G.*these fit: --update_budget 32$"),
+        ({"IN_SWEEP": "1", "GPUS_PER_NODE": "3"}, {"gpus_per_node": None}, "change GPUS_PER_NODE, NNODES or the batch"),
+        ({"IN_SWEEP": "1"}, {"group_size": 4, "update_budget": 4}, "^MICRO_BATCH_SIZE=8 .*fit: MICRO_BATCH_SIZE=4$"),
+        ({"IN_SWEEP": "1"}, {"group_size": 3}, "^--group_sizes 3 does not divide --budget 256"),
+    ],
+)
+def test_a_refusal_names_what_the_person_can_type(inputs, variables, changes, message):
+    needs_verl()
+    with pytest.raises(UserError, match=message):
+        dry_run(inputs, environment={"HOME": str(inputs), **variables}, **changes)
+
+
+# wrong settings that VERL itself accepts without a message, and its own checks
 
 WITH_VERL = [
     ("misspelt estimator", ["algorithm.adv_estimator=gpro"], "adv_estimator=gpro: unknown to VERL; use one of .*grpo"),
@@ -133,7 +153,7 @@ WITH_VERL = [
     (
         "mini-batch does not divide",
         ["actor_rollout_ref.actor.ppo_mini_batch_size=12"],
-        "--mini_batch_size 12 does not divide --train_batch_size 32",
+        "the mini-batch of 12 prompts does not divide the 32 prompts of a step",
     ),
     (
         "tensor parallelism does not fit",
@@ -160,7 +180,7 @@ WITH_VERL = [
     ("unknown logger", ["trainer.logger=[console,wand]"], "trainer.logger=wand: unknown to VERL"),
     ("unknown resume mode", ["trainer.resume_mode=always"], "resume_mode=always: unknown to VERL"),
     ("unknown aggregation", ["actor_rollout_ref.actor.loss_agg_mode=mean"], "VERL's validate_config: .*loss_agg_mode"),
-    ("batch below the mini-batch", ["data.train_batch_size=8"], "--mini_batch_size 16 does not divide"),
+    ("batch below the mini-batch", ["data.train_batch_size=8"], "the mini-batch of 16 prompts does not divide the 8 prompts"),
     (
         "engine without room",
         ["actor_rollout_ref.rollout.max_model_len=100"],
