@@ -1,10 +1,4 @@
-"""Problems of a data set → the rows that VERL reads from parquet (prepare_parquet.py is the command).
-
-load_both(settings)                  the problems of both splits, their answers checked
-keep_short(problems, settings)       without those that are too long for --max_prompt_length
-to_parquet(rows, split, settings)    the bytes of the file
-refuse_for_verl(messages, tools)     UserError for a prompt that VERL cannot carry
-"""
+"""Problems of a data set → the rows that VERL reads from parquet (prepare_parquet.py is the command)."""
 
 from __future__ import annotations
 
@@ -214,13 +208,12 @@ def as_verl_reads(problems: dict[str, list[Problem]]) -> dict[str, list[Problem]
     import pyarrow
 
     kind = prompt_type([problem for rows in problems.values() for problem in rows])
-    return {
-        split: [
-            problem._replace(messages=messages)
-            for problem, messages in zip(rows, pyarrow.array([problem.messages for problem in rows], type=kind).to_pylist())
-        ]
-        for split, rows in problems.items()
-    }
+
+    def read_back(rows: list[Problem]) -> list[Problem]:
+        messages = pyarrow.array([problem.messages for problem in rows], type=kind).to_pylist()
+        return [problem._replace(messages=each) for problem, each in zip(rows, messages)]
+
+    return {split: read_back(rows) for split, rows in problems.items()}
 
 
 def to_parquet(problems: Sequence[Problem], split: str, settings: Settings) -> bytes:
@@ -229,16 +222,14 @@ def to_parquet(problems: Sequence[Problem], split: str, settings: Settings) -> b
     import pyarrow.parquet
 
     text = pyarrow.string()
-    schema = pyarrow.schema(
-        {
-            "data_source": text,
-            "prompt": prompt_type(problems),
-            "ability": text,
-            "reward_model": pyarrow.struct({"style": text, "ground_truth": text}),
-            "extra_info": pyarrow.struct({"split": text, "index": pyarrow.int64(), "reward": text}),
-            "ground_truth": text,
-        }
-    )
+    columns = {
+        "data_source": text,
+        "prompt": prompt_type(problems),
+        "ability": text,
+        "reward_model": pyarrow.struct({"style": text, "ground_truth": text}),
+        "extra_info": pyarrow.struct({"split": text, "index": pyarrow.int64(), "reward": text}),
+        "ground_truth": text,
+    }
     rows = [
         {
             "data_source": settings.data_source,
@@ -251,7 +242,7 @@ def to_parquet(problems: Sequence[Problem], split: str, settings: Settings) -> b
         for index, problem in enumerate(problems)
     ]
     buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), buffer)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(columns)), buffer)
     return buffer.getvalue()
 
 

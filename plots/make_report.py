@@ -24,21 +24,10 @@ from Gradient_evaluation.runs.files import one_line_errors, write_bytes_atomic
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="make_report.py", description="Every picture of a run in one HTML file.")
-    parser.add_argument(
-        "results",
-        nargs="+",
-        type=Path,
-        metavar="RESULTS.json",
-        help="results of run_tracecov.py; more than one: drawn beside the first",
-    )
-    parser.add_argument(
-        "--training",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="SOURCE",
-        help="training runs, as plot_training.py takes them (group_sizes.json beside the results)",
-    )
+    results = "results of run_tracecov.py; more than one: drawn beside the first"
+    training = "training runs, as plot_training.py takes them (group_sizes.json beside the results)"
+    parser.add_argument("results", nargs="+", type=Path, metavar="RESULTS.json", help=results)
+    parser.add_argument("--training", nargs="+", type=Path, default=[], metavar="SOURCE", help=training)
     parser.add_argument("--out", type=Path, help="file to write (report_NAME.html beside the first results)")
     flags = parser.parse_args(arguments)
     with importing():
@@ -52,13 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     first, *others = (path.resolve() for path in flags.results)
     name = first.stem.removeprefix("tracecov_")
     out = flags.out or first.with_name(f"report_{name}.html")
-    notebook = execute(
-        {
-            "RESULTS": str(first),
-            "COMPARE": json.dumps([str(path) for path in others]),  # any path: also one with a colon
-            "TRAINING": json.dumps([str(path.resolve()) for path in flags.training]),
-        }
-    )
+    lists = {"COMPARE": others, "TRAINING": [path.resolve() for path in flags.training]}
+    variables = {name: json.dumps(list(map(str, paths))) for name, paths in lists.items()}  # any path: also one with a colon
+    notebook = execute({"RESULTS": str(first), **variables})
     with one_line_errors(out, "write"):
         out.parent.mkdir(parents=True, exist_ok=True)
     title = f"GRPO gradient estimates: {in_one_line(reported, otherwise=name)}"

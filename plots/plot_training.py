@@ -4,13 +4,10 @@
     python plots/plot_training.py outputs/train/a_g8_seed0 outputs/train/a_g8_seed1 --out figure.png
     python plots/plot_training.py qwen_g8_seed0.jsonl --metric val-core/openai/gsm8k/acc/mean@1 --out figure.pdf
 
-A source is a sweep, a run folder, a JSONL of VERL's file logger, or a JSON of train_group_sizes.py. W&B's files and VERL's
-console output are not read (training_logs.py says how a run writes the JSONL). G and seed are read from the manifest or the run
-folder, else from a name like ``qwen_g8_seed0``. Runs of one G are averaged at the steps that all of them have. The
-interval is Student's t over seeds; one seed has no interval. The right panel is there when at least one G is known. Runs in
-seconds.
-
-From Python: plot_training(runs) draws both panels; plot_by_step(runs, ax) and plot_by_group_size(runs, ax) one each.
+A source is a sweep, a run folder, a JSONL of VERL's file logger, or a JSON of train_group_sizes.py (training_logs.py). G and
+seed are read from the manifest or the run folder, else from a name like ``qwen_g8_seed0``. Runs of one G are averaged at the
+steps that all of them have. The interval is Student's t over seeds; one seed has no interval. The right panel is there when
+at least one G is known. Runs in seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Executes plots/results.ipynb and makes the page a colleague reads: what there is to show, one line on what is missing.
-
-notebook = execute({"RESULTS": "/runs/tracecov_m.json"})
-page = to_html(notebook, title)
-"""
+"""Executes plots/results.ipynb and makes the page a colleague reads: what there is to show, one line on what is missing."""
 
 from __future__ import annotations
 
@@ -62,16 +58,10 @@ def execute(environment: Mapping[str, str], folder: Path = NOTEBOOK.parent):
             **({} if os.name == "nt" else {"transport": "ipc"}),  # files in that folder instead of ports
         )
         try:
-            with tqdm(
-                desc="notebook", total=len(notebook.cells), unit="cell", leave=False, disable=not sys.stderr.isatty()
-            ) as bar:
-                client = NotebookClient(
-                    notebook,
-                    km=manager,
-                    timeout=None,
-                    resources={"metadata": {"path": str(folder)}},
-                    on_cell_complete=lambda cell, cell_index: bar.update(cell_index + 1 - bar.n),
-                )
+            hidden, place = not sys.stderr.isatty(), {"metadata": {"path": str(folder)}}
+            with tqdm(desc="notebook", total=len(notebook.cells), unit="cell", leave=False, disable=hidden) as bar:
+                client = NotebookClient(notebook, km=manager, timeout=None, resources=place)
+                client.on_cell_complete = lambda cell, cell_index: bar.update(cell_index + 1 - bar.n)
                 client.execute(env={**os.environ, **environment})
         except CellExecutionError as error:
             if error.ename == "UserError":

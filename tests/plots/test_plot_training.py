@@ -7,7 +7,7 @@ import pytest
 from Gradient_evaluation.errors import UserError
 from plots.plot_training import main, mean_over_seeds, plot_by_group_size, plot_training, summarise
 from plots.training_logs import Run, load_runs
-from Policy_Optimization.sweep_manifest import make_plan, write_manifest
+from Policy_Optimization.sweep import make_plan, write_manifest
 
 METRIC = "val-core/arithmetic/acc/mean@1"
 CURVE = {0: 0.25, 5: 0.5, 10: 0.625}
