@@ -180,12 +180,6 @@ def split_by_length(
     return short, long
 
 
-def shared_prompts(train: Sequence[Problem], val: Sequence[Problem]) -> list[Problem]:
-    """The training problems whose prompt is also asked in validation, whatever the answers say."""
-    asked = {prompt_id(problem.messages, None) for problem in val}
-    return [problem for problem in train if prompt_id(problem.messages, None) in asked]
-
-
 def prompt_type(problems: Sequence[Problem]):
     """The parquet type of the prompts: role, content, and the other fields that their messages have."""
     import pyarrow
@@ -305,7 +299,8 @@ def without_shared(problems: dict[str, list[Problem]], settings: Settings) -> di
 
     Raises UserError where no row is left for a split.
     """
-    shared = shared_prompts(problems["train"], problems["val"])
+    asked = {prompt_id(problem.messages, None) for problem in problems["val"]}  # whatever the answers say
+    shared = [problem for problem in problems["train"] if prompt_id(problem.messages, None) in asked]
     if shared:
         done = "left out of train" if settings.drop_shared else "kept in both; --drop_shared leaves them out of train"
         warn_on_stderr(f"{len(shared)} training prompts are in validation too (first: {shared[0].where}): {done}")

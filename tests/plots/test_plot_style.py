@@ -88,12 +88,6 @@ def test_alone_it_is_one_column_wide_legible_and_names_n(draw):
     assert "n = " in words and ax.get_ylabel() + "".join(t.get_text() for t in ax.get_yticklabels())
 
 
-@pytest.mark.slow
-def test_it_is_written_as_vector_graphics_and_as_pixels(draw, tmp_path):
-    for suffix, start in (("pdf", b"%PDF"), ("svg", b"<?xml"), ("png", b"\x89PNG")):
-        assert save_figure(draw()[0], tmp_path / f"a.{suffix}").read_bytes().startswith(start)
-
-
 def test_curves_of_one_legend_differ_in_grey(draw):
     _, ax = draw()
     looks = []
