@@ -151,10 +151,10 @@ def check_shell(arguments: Sequence[str], variables: dict[str, str]) -> None:
 def check_outer_program(words: Sequence[str]) -> None:
     """ray, wandb, jupyter: a command we know, and what follows ``--`` is checked as a command of its own."""
     known = {"ray": ("start", "status", "job"), "wandb": ("sync", "login"), "jupyter": ("lab", "notebook")}
-    check_paths(words[: list(words).index("--")] if "--" in words else words)
+    end = list(words).index("--") if "--" in words else len(words)
+    check_paths(words[:end])
     assert words[1] in known[words[0]], f"{words[0]} {words[1]}: teach tests/readme_commands.py to check it"
-    if "--" in words:
-        inner = [re.sub(r"^/shared/repo/", "", word) for word in words[list(words).index("--") + 1 :]]
+    if inner := [re.sub(r"^/shared/repo/", "", word) for word in words[end + 1 :]]:
         check(Command(shlex.join(inner), inner, {}))
 
 
