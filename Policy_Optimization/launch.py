@@ -70,8 +70,7 @@ def check_data(cfg: Any, settings: Settings) -> list[str]:
     """Check the files that VERL would read: schema, answers, lengths, and whether they have enough prompts for a step."""
     from omegaconf import OmegaConf
 
-    notes = []
-    tokenizer = None
+    notes, tokenizer = [], None
     kwargs = OmegaConf.to_container(cfg.data.apply_chat_template_kwargs, resolve=True)
     if Path(settings.model).is_dir():
         tokenizer = load_chat_tokenizer(settings.model)
@@ -79,22 +78,21 @@ def check_data(cfg: Any, settings: Settings) -> list[str]:
         if prints_date(tokenizer, kwargs):
             notes.append("the chat template prints today's date, so VERL's prompts change from day to day")
     own_reward = cfg.reward.custom_reward_function.path == str(REWARD_FILE)
-    for key, name in (("train_files", "train_files"), ("val_files", "val_files")):
-        files = cfg.data[key] if not isinstance(cfg.data[key], str) else [cfg.data[key]]
+    for name in ("train_files", "val_files"):
+        files = cfg.data[name] if not isinstance(cfg.data[name], str) else [cfg.data[name]]
         usable = too_long = 0
         for path in files:
             rows = checks.read_training_file(path, name)
             if own_reward:
                 checks.check_rows(rows, path, name, settings.reward)
-            long = 0
-            if tokenizer is not None:
-                long = checks.count_overlong(rows, tokenizer, cfg.data.max_prompt_length, kwargs)
+            limit = cfg.data.max_prompt_length
+            long = 0 if tokenizer is None else checks.count_overlong(rows, tokenizer, limit, kwargs)
             too_long += long
             if long:
                 notes.append(f"{long} of {len(rows)} prompts in {path} are too long and will be left out")
             usable += len(rows) - long
         checks.check_loads_together(files, name)
-        need = cfg.data.train_batch_size if key == "train_files" else 1
+        need = cfg.data.train_batch_size if name == "train_files" else 1
         if usable < need:
             step = 2 ** (usable.bit_length() - 1) if usable else 0
             fix = f", or {verl_config.fitting_flags(cfg, step, is_by_budget(settings))}" if step else ""

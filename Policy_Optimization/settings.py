@@ -121,11 +121,9 @@ BUDGETS = (("train_batch_size", "budget"), ("mini_batch_size", "update_budget"),
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="grpo_train.sh",
-        description="GRPO training with VERL. Every setting is a flag or an "
-        "environment variable of the same name in capitals; everything after -- goes to VERL unchanged.",
-    )
+    where = "Every setting is a flag or an environment variable of the same name in capitals"
+    text = f"GRPO training with VERL. {where}; everything after -- goes to VERL unchanged."
+    parser = Parser(prog="grpo_train.sh", description=text)
     for setting in SETTINGS:
         shown = "" if setting.default is None else f" (default {setting.default})"
         parser.add_argument(
@@ -136,11 +134,8 @@ def make_parser() -> Parser:
             type=setting.convert,
         )
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the command, start nothing")
-    parser.add_argument(
-        "--allow_changes",
-        action="store_true",
-        help="continue from a checkpoint although settings differ from those that made it",
-    )
+    changes = "continue from a checkpoint although settings differ from those that made it"
+    parser.add_argument("--allow_changes", action="store_true", help=changes)
     parser.add_argument("--env", help="conda environment or virtual environment to run in (default: the current one)")
     return parser
 
@@ -159,7 +154,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
         values[setting.name], origin[setting.name] = getattr(given, setting.name), "flag"
         if values[setting.name] is None:
             values[setting.name], origin[setting.name] = _without_flag(setting, variable, environment)
-    in_folder = _in_data_folder(values, origin, environment.get("DATA_DIR", "").strip())
+    folder = environment.get("DATA_DIR", "").strip()
+    in_folder = _in_data_folder(values, origin, folder) if folder else {}
     values |= in_folder
     derived = _derived(values, environment.get("RUN_TAG", "").strip())
     values |= derived
@@ -218,8 +214,6 @@ def _variable_of(name: str, environment: Mapping[str, str]) -> str | None:
 def _in_data_folder(values: Mapping[str, Any], origin: Mapping[str, str], folder: str) -> dict[str, str]:
     """The data files in ``folder``, the DATA_DIR of the paper's script. A file given by a flag, or by its full path, stays."""
     found = {}
-    if not folder:
-        return found
     for name, usual in (("train_files", ("train.parquet",)), ("val_files", ("val.parquet", "test.parquet"))):
         if origin[name] == "default":
             there = [file for file in usual if (Path(folder).expanduser() / file).is_file()]

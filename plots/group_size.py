@@ -1,7 +1,6 @@
 """Which group size? The predicted MSE of a minibatch gradient against G, its three terms, and the best G.
 
     figure, ax = plot_group_size(results["group_size_law"], budget=1024)      one results file
-    figure, axes = plot_side_by_side(several, labels)                         a panel for each
 
 The band is the 95% interval (bootstrap-t) over prompts. Without a budget the axis is MSE times the number N of
 continuations per step, for which N need not be known. Dotted, c1 G + c2 + c3/G: the form whose minimum is the paper's
@@ -11,11 +10,10 @@ sqrt(c3/c1).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.results import check_group_size_law, counted
-from plots.style import Curve, finish, group_size_axis, new_ax, new_figure, short_lines
+from plots.style import Curve, finish, group_size_axis, new_ax, short_lines
 
 MSE = Curve("predicted MSE", "#0072B2", "", "-")
 HEIGHT = 5.0  # inches: the legend stands below the curves
@@ -61,37 +59,22 @@ def plot_group_size(group_size_law: dict, ax=None, label: str | None = None, bud
 def _line(ax, sizes: list, values: list, look: Curve, width: float) -> None:
     shown = [value if value > 0 else math.nan for value in values]
     none = " (not above 0)" if all(math.isnan(value) for value in shown) else ""
-    ax.plot(sizes, shown, color=look.colour, linestyle=look.line, linewidth=width, label=look.label + none)
+    ax.plot(sizes, shown, linewidth=width, **look._replace(label=look.label + none).look)
 
 
 def _draw_range(ax, group_size_law: dict, largest: int) -> None:
     if group_size_law.get("within_10_percent") is not None:
         low, high = group_size_law["within_10_percent"]
-        ax.axvspan(
-            min(low, largest),
-            min(high, largest),
-            color="#E69F00",
-            alpha=0.15,
-            linewidth=0,
-            label=f"within 10% of the least: {low} to {high}",
-        )
+        text = f"within 10% of the least: {low} to {high}"
+        ax.axvspan(min(low, largest), min(high, largest), color="#E69F00", alpha=0.15, linewidth=0, label=text)
 
 
 def _mark(ax, sizes: list, values: list, size: float, look: Curve) -> None:
     """A point on a curve, at the height of its nearest known size; a size outside the curve is in the legend only."""
     inside = sizes[0] <= size <= sizes[-1]
     nearest = min(range(len(sizes)), key=lambda i: abs(sizes[i] - size))
-    ax.plot(
-        [size] if inside else [],
-        [values[nearest]] if inside else [],
-        color=look.colour,
-        marker=look.marker,
-        linestyle="",
-        markersize=8,
-        markerfacecolor=look.colour if look.marker == "o" else "none",
-        zorder=5,
-        label=look.label,
-    )
+    x, y = ([size], [values[nearest]]) if inside else ([], [])
+    ax.plot(x, y, markersize=8, markerfacecolor=look.colour if look.marker == "o" else "none", zorder=5, **look.look)
 
 
 def _mark_best(ax, group_size_law: dict, sizes: list, values: list) -> None:
@@ -119,13 +102,3 @@ def _finish(ax, group_size_law: dict, values: list, label: str | None, budget: i
     ax.set_xlabel(f"group size G{prompts}")
     ax.set_ylabel("MSE x N (squared gradient units)" if budget is None else f"MSE at N = {budget:,}\n(squared gradient units)")
     finish(ax, label, loc="upper center", bbox_to_anchor=(0.5, -0.25))
-
-
-def plot_side_by_side(group_size_laws: Sequence[dict], labels: Sequence[str], budget: int | None = None):
-    """One panel for each group-size law, each with its own y axis; returns (figure, (n,) array of axes)."""
-    if len(group_size_laws) != len(labels) or not group_size_laws:
-        raise UserError(f"--label: give one label for each results file ({len(group_size_laws)} files, {len(labels)} labels)")
-    figure, axes = new_figure(len(group_size_laws), height=HEIGHT)
-    for ax, group_size_law, label in zip(axes, group_size_laws, labels):
-        plot_group_size(group_size_law, ax=ax, label=label, budget=budget)
-    return figure, axes

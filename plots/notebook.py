@@ -33,10 +33,9 @@ PIXELS_PER_INCH = 240
 SHOWN_PER_INCH = 150  # on the page
 
 
-def setting(name: str, default: str | None = None) -> Path | None:
+def setting(name: str, default: str) -> Path:
     """The path in the environment variable ``name``, else ``default``; relative ones start at the repository's root."""
-    value = os.environ.get(name) or default
-    return ROOT / value if value else None
+    return ROOT / (os.environ.get(name) or default)
 
 
 def settings(name: str) -> list[Path]:

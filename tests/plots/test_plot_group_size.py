@@ -1,19 +1,14 @@
 """The group-size figure shows the numbers of the group-size law, marks the best G, refuses bad input in one line."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from results_files import group_size_law, results
 
 from Gradient_evaluation.errors import UserError
-from plots.group_size import plot_group_size, plot_side_by_side
+from plots.group_size import plot_group_size
 from plots.plot_group_size import main
-
-SCRIPT = Path(__file__).resolve().parents[2] / "plots" / "plot_group_size.py"
 
 
 def lines(ax) -> dict:
@@ -84,21 +79,6 @@ def test_a_law_without_intervals_is_drawn_without_a_band():
     figure.draw_without_rendering()
 
 
-def test_several_laws_are_labelled_panels_side_by_side():
-    _, axes = plot_side_by_side([group_size_law(), group_size_law(c3=2.0)], ["a", "b"])
-    assert [ax.get_title() for ax in axes] == ["a", "b"]
-    with pytest.raises(UserError, match="2 files, 1 labels"):
-        plot_side_by_side([group_size_law(), group_size_law()], ["a"])
-
-
-@pytest.mark.parametrize("suffix, start", [("pdf", b"%PDF"), ("png", b"\x89PNG")])
-def test_from_a_results_file_to_a_figure(tmp_path, suffix, start, capsys):
-    source, out = tmp_path / "tracecov_m.json", tmp_path / "new" / f"figure.{suffix}"
-    source.write_text(json.dumps(results(group_size_law=group_size_law())))
-    main([str(source), str(source), "--label", "a", "b", "--budget", "256", "--out", str(out)])
-    assert out.read_bytes().startswith(start) and capsys.readouterr().out.strip() == str(out)
-
-
 @pytest.mark.parametrize(
     "bad, message",
     [
@@ -117,10 +97,3 @@ def test_a_law_that_cannot_be_drawn_is_one_line(tmp_path, bad, message):
     with pytest.raises(UserError, match=message) as caught:
         main([str(path), "--out", str(tmp_path / "x.png")])
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
-
-
-def test_from_the_shell_an_error_is_one_line_and_exit_code_two(tmp_path):
-    (tmp_path / "old.json").write_text(json.dumps(results()))
-    for arguments in (["none.json", "--out", "x.pdf"], ["old.json", "--out", "x.pdf"], ["old.json"]):
-        done = subprocess.run([sys.executable, str(SCRIPT), *arguments], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
