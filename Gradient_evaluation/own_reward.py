@@ -210,7 +210,7 @@ class OwnFunction:
         return answer["about"]
 
     def _send(self, question: bytes) -> None:
-        for attempt in range(2):  # a helper that died while idle is replaced once
+        for _ in range(2):  # a helper that died while idle is replaced once
             if self._process is None:
                 self._start()
             try:

@@ -85,7 +85,10 @@ def prepared(function: Any, name: str) -> Callable:
         function = function()
     if not callable(function):
         raise Unusable(f"{name} is {_short(function)}, not a function")
-    for each in (*_layers(function), getattr(type(function), "__call__", None)):
+    bare = function
+    while isinstance(bare, functools.partial):
+        bare = bare.func
+    for each in (bare, inspect.getattr_static(type(bare), "__call__", None)):
         if inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each):
             raise Unusable(f"{name} is an async function, which nothing here awaits; give a plain function (asyncio.run in it)")
     return function
