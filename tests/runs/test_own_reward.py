@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from readme_commands import ROOT, code_blocks
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.own_reward import resolve_reward, stored_name
 from Gradient_evaluation.runs.rewards import check_ground_truths, resolve_rewards
 
+EXAMPLES = ROOT / "data" / "format_reward.py"
 TEXTS = ["2", "no"]
 
 
@@ -397,3 +399,22 @@ def test_one_reward_of_weight_1_is_stored_as_before():
     both = resolve_rewards(["integer", "math"])
     assert both.identity == {"reward": ["integer", "math"], "reward_weights": [1.0, 1.0], "reward_digest": None}
     assert not both.zero_one
+
+
+# --- the shipped examples ---
+
+
+@pytest.mark.parametrize(
+    "text, graded", [("19", 1.0), (" 19\n", 1.0), ("It is 19.", 0.5), ("18", 0.0), ("It is 18", -0.5), ("", -0.5)]
+)
+def test_the_shipped_rewards_are_what_they_say(text, graded):
+    about = row(ground_truth=19)
+    score, verl, brevity = (resolve_reward(f"{EXAMPLES}:{name}") for name in ("score", "compute_score", "brevity"))
+    assert score.of_prompt([text], about) == verl.of_prompt([text], about) == [graded]
+    for prompt in ("9+10=", [{"role": "user", "content": "9+10="}]):
+        assert brevity.of_prompt([text, "x" * 30], row(prompt)) == [pytest.approx(1 - len(text) / 20), 0.0]
+
+
+def test_the_page_shows_the_shipped_rewards():
+    shown = code_blocks((ROOT / "docs" / "rewards.md").read_text(), "py")
+    assert len(shown) == 3 and all(each in EXAMPLES.read_text() for each in shown)
