@@ -194,8 +194,16 @@ def calls(signature: Signature, question: dict) -> Iterator[tuple[dict, int]]:
     given = {**columns, "prompt": row["prompt"]}
     if signature.kind == VERL:
         given |= {"data_source": columns.get("data_source") or "", "extra_info": columns.get("extra_info") or {}}
+        given["ground_truth"] = verl_ground_truth(columns)
     for text in texts:  # a copy for each call: a function may change what it is given
         yield copy.deepcopy(signature.taken({**given, signature.text: text})), 1
+
+
+def verl_ground_truth(columns: dict) -> Any:
+    """What VERL passes: reward_model["ground_truth"], where the row has it; a number as the text that its parquet holds."""
+    judged = columns.get("reward_model")
+    value = judged["ground_truth"] if isinstance(judged, dict) and "ground_truth" in judged else columns["ground_truth"]
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def values_of(signature: Signature, returned: Any, count: int) -> list[float | None]:

@@ -82,6 +82,7 @@ VERL = {
     "verl_keywords": ("def f(data_source, solution_str, ground_truth, extra_info, **kw): return len(kw)", [0, 0]),
     "verl_setting": ("def f(data_source, solution_str, ground_truth, extra_info=None, scale=2.0): return scale", [2, 2]),
 }
+LIKE_PARQUET = row(ground_truth=5, reward_model={"style": "rule", "ground_truth": "2"})
 TRL = {
     "trl": ("def f(completions, ground_truth, **_): return [float(c == g) for c, g in zip(completions, ground_truth)]", [1, 0]),
     "trl_all_columns": ("def f(completions, **all): return [x + ('prompt' in all) for x in all['level']]", [3, 3]),
@@ -95,6 +96,7 @@ TRL = {
         [1, 1],
     ),
 }
+VERL_TRUTH = "def f(data_source, solution_str, ground_truth): return float(solution_str == ground_truth)"
 CHATS = {
     "trl_chat": (
         "def f(prompts, completions, **_):\n    assert all(c[0]['role'] == 'assistant' and len(c) == 1 for c in completions)\n"
@@ -109,6 +111,8 @@ SIGNATURES = [
     *((name, CHAT, *case) for name, case in CHATS.items() if case[1]),
     ("the_messages", CHAT, CHATS["the_messages"][0], [2.04, 2.04]),
     ("trl_begun_reply", BEGUN, CHATS["trl_chat"][0], [21, 22]),  # as TRL: the begun reply stays in the prompt
+    ("verl_number_as_text", row(ground_truth=2), VERL_TRUTH, [1, 0]),
+    ("verl_parquet", LIKE_PARQUET, VERL_TRUTH, [1, 0]),
     (
         "verl_without_its_columns",
         PLAIN,
