@@ -176,6 +176,16 @@ def test_a_file_may_import_its_neighbours_and_the_toolkit(tmp_path):
     assert reward.of_prompt(["2", "3"], PLAIN) == [2.0, 0.0]
 
 
+def test_a_module_that_fails_names_its_line(tmp_path, monkeypatch):
+    (tmp_path / "judge.py").write_text("import json\njson.loads('{')\n")
+    (tmp_path / "wrong.py").write_text("x = 1\n\ndef f(text) return 1\n")
+    monkeypatch.chdir(tmp_path)
+    for name, said in (("judge:f", "(judge.py, line 2)"), ("wrong:f", "(wrong.py, line 3)")):
+        with pytest.raises(UserError, match=f"--reward {name}: ") as caught:
+            resolve_reward(name)
+        assert said in str(caught.value)
+
+
 # --- what cannot be used ---
 
 UNUSABLE = {
@@ -236,6 +246,8 @@ def test_a_row_without_what_a_function_takes_is_named(tmp_path):
         UserError, match="a.jsonl, line 7: the reward format.py:f takes unit, .*columns: prompt, ground_truth, level"
     ):
         reward.check_row(PLAIN)
+    with pytest.raises(UserError, match="a.jsonl, line 7: the reward format.py:f takes unit"):
+        reward.of_prompt(TEXTS, PLAIN)
     with pytest.raises(UserError, match="line 7: the reward format.py:f takes ground_truth, and the row has none"):
         reward.check_row(row(ground_truth=None, unit="m"))
     reward.check_row(row(unit="m"))
