@@ -9,6 +9,7 @@ from scripts import FLAGS, call, files_of, from_grams, one_line_error, oracle, r
 from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.report import report
+from Gradient_evaluation.runs.results import describe_each
 
 SOURCE = """
 from Gradient_evaluation.utils import integer_reward
@@ -136,6 +137,14 @@ def test_other_weights_need_no_model(two, made, rewards, weights, tmp_path):
     )
     law = found["group_size_law"]
     assert law["cosine_to_gradient"] == {} and law["reasons"]["cosine_to_gradient"].startswith("the sketches of the other")
+
+
+def test_results_of_two_weightings_are_told_apart(two, made, rewards):
+    other = made("--reward", rewards["right"], rewards["shape"], "--reward_weights", 1, 1)
+    named = describe_each([read(folder / RESULTS) for folder in (two, other)])
+    assert [text.splitlines()[2] for text in named] == ["weights -0.5 2 of the rewards", "weights 1 1 of the rewards"]
+    named = describe_each([read(folder / RESULTS) for folder in (two, made("--reward", "integer"))])
+    assert "own.py:right own.py:shape reward" in named[0] and "integer reward" in named[1]
 
 
 def test_the_weights_of_the_run_change_nothing(two, tmp_path):
