@@ -160,6 +160,8 @@ def test_weights_that_the_grams_do_not_have_are_one_line(two, made, tmp_path, ca
     one_line_error(wrong, "--reward_weights: 1 weights for 2 rewards (own.py:right, own.py:shape)")
     one = made("--reward", "integer")
     one_line_error(from_grams(one / "grams", tmp_path, "--reward_weights", 2, capsys=capsys), "these Grams have one reward")
+    assert from_grams(one / "grams", tmp_path / "one", "--reward_weights", 1, "--K_list", 2)[0] == 0
+    capsys.readouterr()
     huge = from_grams(two / "grams", tmp_path, "--reward_weights", 1e30, 1e30, "--K_list", 2, capsys=capsys)
     one_line_error(huge, "--reward_weights: a weighted sum of rewards whose size is neither 0 nor from 1e-30 to 1e30")
 
