@@ -17,6 +17,8 @@ TOOLS = {
     "integer_answer",
     "math_worker",
     "models",
+    "own_reward",
+    "reward_worker",
     "utils",
     "written_number",
 }  # models, prompts and rewards

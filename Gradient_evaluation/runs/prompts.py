@@ -26,6 +26,7 @@ from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.memory import tune_allocator
 from Gradient_evaluation.runs.processes import Processes
 from Gradient_evaluation.runs.resume import at_row
+from Gradient_evaluation.runs.rewards import RunRewards
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.stop_strings import check_stop_strings
 from Gradient_evaluation.settings import Settings
@@ -47,7 +48,7 @@ def chat_from(settings: Settings, tokenizer, earlier: Iterable[Mapping]) -> Chat
     return chat_of(tokenizer, settings.chat_template_kwargs, (each.get("template_date") for each in earlier))
 
 
-def run_identity(settings: Settings, tokenizer, chat: Chat) -> dict:
+def run_identity(settings: Settings, tokenizer, chat: Chat, rewards: RunRewards) -> dict:
     """The settings that the distribution and the reward of a continuation depend on. Every row and result stores them.
 
     A local model has its folder's name here, so that a table may move between machines. The fingerprint of the weights,
@@ -65,7 +66,7 @@ def run_identity(settings: Settings, tokenizer, chat: Chat) -> dict:
         "top_k": settings.top_k,
         "max_new_tokens": settings.max_new_tokens,
         "stop": list(settings.stop),
-        "reward": settings.reward,
+        **rewards.identity,
         "chat_template_kwargs": dict(chat.kwargs) or None,
         "template_date": chat.date,
         "prompt_format": prompt_format(tokenizer, chat),

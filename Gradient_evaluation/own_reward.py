@@ -1,0 +1,270 @@
+"""The rewards that --reward names: those of this toolkit, and functions in people's own files.
+
+    resolve_reward("integer")                  one of utils.REWARDS
+    resolve_reward("rewards/format.py:score")  a function in a file
+    resolve_reward("package.module:function")  a function of a module that Python finds
+
+A function has one of three signatures, told apart by the names of its parameters:
+* ``f(text, ground_truth) -> float``. Further parameters get the row's column of their name, ``prompt`` the prompt;
+  ``**columns`` gets all columns.
+* VERL's ``compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)`` -> float or {"score": float}.
+  data_source and extra_info are the row's columns of these names, "" and {} where it has none. ground_truth is that of the
+  column reward_model where there is one, and a number is passed as text, as in VERL's parquet.
+* TRL's ``f(completions, **columns) -> list of float or None``, one call for all continuations of a prompt. Each column is
+  a list with one value per completion; so are ``prompts`` and ``completion_ids``. Where the prompt is a list of messages,
+  each completion is [{"role": "assistant", "content": text}]. None leaves a continuation out.
+
+It may also be a functools.partial, an object with ``__call__`` or a class of such objects; async functions are refused. A
+function that returns only 0 and 1 may say so: ``f.zero_one = True``. It is called in a helper process (reward_worker.py)
+under a time limit per call. Importing this file loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.integer_answer import shorten_repr
+from Gradient_evaluation.reward_worker import TRL
+from Gradient_evaluation.utils import REWARDS
+
+CALL_LIMIT = 60.0  # seconds; the default of --reward_timeout
+START_LIMIT = 120.0  # seconds for the import of a person's file, where --reward_timeout is not longer
+
+
+class Reward:
+    """One reward, whoever wrote it.
+
+    name: as stored with results: "integer", "format.py:score" (of a path the file's name only), "package.module:function".
+    digest: the first 16 hex digits of the SHA-256 of the function's file; None for this toolkit's own rewards.
+    zero_one: every reward is 0 or 1, so that the share of right answers is V(x).
+    """
+
+    def __init__(self, name: str, check: Callable, score: Callable, zero_one: bool, own: OwnFunction | None = None):
+        self.name, self.check, self.score, self.zero_one, self._own = name, check, score, zero_one, own
+
+    @property
+    def digest(self) -> str | None:
+        return self._own.about["digest"] if self._own else None
+
+    def check_row(self, row: Any) -> None:
+        """Raise UserError, naming ``row.where``, for a row that lacks what the reward needs. Call it before sampling."""
+        try:
+            self.check(row.ground_truth)
+            if self._own:
+                self._own.check_columns(row.columns)
+        except UserError as error:
+            raise UserError(f"{row.where}: {error}; correct it or choose another --reward") from None
+
+    def of_prompt(self, texts: Sequence[str], row: Any, token_ids: Sequence[Sequence[int]] | None = None) -> list[float | None]:
+        """The rewards of the continuations of one prompt; None leaves a continuation out (TRL's signature only).
+
+        texts: the continuations. row: their prompt, with ``prompt``, ``ground_truth``, ``columns`` and ``where`` as in
+        runs/dataset.py. token_ids: the continuations' tokens, for functions that take completion_ids.
+        Raises UserError that names ``row.where``, the reward, the continuation and its text.
+        """
+        if self._own:
+            self.check_row(row)
+            return self._own.of_prompt(list(texts), row, token_ids)
+        return [self.score(text, row.ground_truth) for text in texts]
+
+
+def resolve_reward(name: str, timeout: float = CALL_LIMIT) -> Reward:
+    """The reward of a name: of utils.REWARDS, "path/file.py:function", or "package.module:function".
+
+    timeout: seconds per call of a person's own function. The function's file is imported in the helper process, at once.
+    Raises UserError: no such file, module or function, an import that fails, or a signature that is none of the three.
+    """
+    if name in REWARDS:
+        found = REWARDS[name]
+        return Reward(name, found.check, found.score, found.zero_one)
+    own = OwnFunction(name, timeout)
+    return Reward(own.name, own.check, own.score, own.about["zero_one"], own)
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is that of a person's own function, by its form."""
+    return ":" in name.strip(":")
+
+
+def stored_name(name: str) -> str:
+    """The name that results have: of a path only the file's name, so that a folder may move."""
+    source, _, function = name.rpartition(":")
+    return f"{Path(source).name}:{function}" if _is_path(source) else name
+
+
+def _is_path(source: str) -> bool:
+    return source.endswith(".py") or os.sep in source
+
+
+class OwnFunction:
+    """A person's function behind its helper process, which is started when it is needed and again after it died.
+
+    Safe in threads (one call at a time) and forks. A pickled copy starts a helper of its own.
+    """
+
+    def __init__(self, name: str, timeout: float):
+        if not is_own(name):
+            raise UserError(
+                f"--reward {name}: unknown; use {', '.join(REWARDS)}, or a function of yours: path/file.py:function "
+                "or package.module:function"
+            )
+        source, _, function = name.rpartition(":")
+        self.typed, self.name, self.timeout = name, stored_name(name), timeout
+        self.asked: dict[str, Any] = {"function": function, "limit": timeout}
+        if _is_path(source):
+            path = Path(source).expanduser()
+            if not path.is_file():
+                raise UserError(f"--reward {name}: there is no file {source}")
+            self.asked["file"] = str(path.resolve())
+        else:
+            self.asked["module"] = source
+        self._forget()
+        self.about: dict[str, Any] = {}
+        with self._lock:
+            self.about = self._start()
+
+    def _forget(self) -> None:
+        self._lock, self._owner, self._end = threading.Lock(), os.getpid(), None
+        self._process: subprocess.Popen | None = None
+        self._read = b""
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in vars(self).items() if name in ("typed", "name", "timeout", "asked", "about")}
+
+    def __setstate__(self, state: dict) -> None:
+        vars(self).update(state)
+        self._forget()
+
+    def check(self, ground_truth: Any) -> None:
+        """Raise UserError where the function needs a ground truth and there is none."""
+        if ground_truth is None and self.about["needs_ground_truth"]:
+            raise UserError(f"the reward {self.name} takes ground_truth, and the row has none")
+
+    def check_columns(self, columns: dict) -> None:
+        """Raise UserError where the function needs a column that is not there."""
+        for name in self.about["required"]:
+            if name not in columns:
+                there = ", ".join(columns) or "none"
+                raise UserError(f"the reward {self.name} takes {name}, and the row has no such column (columns: {there})")
+
+    def score(self, text: str, ground_truth: Any) -> float | None:
+        """The reward of one text, for a row that has a ground truth and nothing else."""
+        row = SimpleNamespace(prompt="", ground_truth=ground_truth, columns={}, where="a single text")
+        return self.of_prompt([text], row, None)[0]
+
+    def of_prompt(self, texts: list[str], row: Any, token_ids: Sequence[Sequence[int]] | None) -> list[float | None]:
+        """See ``Reward.of_prompt``."""
+        plain = {"prompt": row.prompt, "ground_truth": row.ground_truth, "columns": row.columns}
+        ids = None if token_ids is None else [list(map(int, each)) for each in token_ids]
+        question = json.dumps({"texts": texts, "token_ids": ids, "row": plain}).encode() + b"\n"
+        if self._owner != os.getpid():
+            self._forget()  # the helper is that of the process this one was forked from
+        with self._lock:
+            try:
+                values, error = self._answers(question, len(texts))
+            except BaseException:  # also Ctrl-C: what the helper still says belongs to no question
+                self._stop()
+                raise
+        if error:
+            raise UserError(self._told(error, texts, len(values), row))
+        return values
+
+    def _answers(self, question: bytes, count: int) -> tuple[list[float | None], str | None]:
+        """The values of ``count`` continuations; or those before the first fault, and what that was."""
+        values: list[float | None] = []
+        self._send(question)
+        while len(values) < count:
+            answer = self._answer(self.timeout)
+            if "error" in answer:
+                return values, answer["error"]
+            values += answer["values"]
+        return values, None
+
+    def _told(self, what: str, texts: Sequence[str], done: int, row: Any) -> str:
+        """One line: where, which reward, which continuation, its text, and what went wrong."""
+        text = shorten_repr(texts[done])
+        which = f"continuation {done + 1}, {text}"
+        if self.about["kind"] == TRL:
+            which = f"{len(texts)} continuations, the first {text}"
+        return f"{row.where}: the reward {self.name} {what}, for {which}; mend the reward function"
+
+    # --- the helper process ---
+
+    def _start(self) -> dict:
+        """Start the helper; what it says about the function. Raises UserError where it is unusable or has changed."""
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("reward_worker.py")), json.dumps(self.asked)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        self._read = b""
+        self._end = weakref.finalize(self, _end, self._process, os.getpid())
+        answer = self._answer(max(START_LIMIT, self.timeout), "while it was imported")
+        if "error" in answer:
+            self._stop()
+            raise UserError(f"--reward {self.typed}: {answer['error']}")
+        if self.about and answer["about"] != self.about:
+            self._stop()
+            raise UserError(f"--reward {self.typed}: its file changed during the run; give the same command again")
+        return answer["about"]
+
+    def _send(self, question: bytes) -> None:
+        for _ in range(2):  # a helper that died while idle is replaced once
+            if self._process is None:
+                self._start()
+            try:
+                rest = question
+                while rest:
+                    rest = rest[self._process.stdin.write(rest) :]
+                return
+            except OSError:
+                self._stop()
+        raise UserError(f"--reward {self.typed}: its process ends before it is asked anything")
+
+    def _answer(self, limit: float, when: str = "") -> dict:
+        """The helper's next line; an error where it ended, or said nothing for ``limit`` seconds."""
+        deadline, pipe = time.monotonic() + limit, self._process.stdout
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_READ)
+            while b"\n" not in self._read:
+                left = deadline - time.monotonic()
+                if left <= 0 or not selector.select(left):
+                    self._stop()
+                    return {"error": f"took more than {limit:g} seconds {when}".rstrip() + " (--reward_timeout)"}
+                part = os.read(pipe.fileno(), 1 << 16)
+                if not part:
+                    code = self._process.wait()
+                    self._stop()
+                    return {"error": f"ended its process (exit code {code}) {when}".rstrip()}
+                self._read += part
+        line, _, self._read = self._read.partition(b"\n")
+        return json.loads(line)
+
+    def _stop(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+        self._read = b""
+
+
+def _end(process: subprocess.Popen, owner: int) -> None:
+    """End a helper process, unless it is that of the process which this one was forked from."""
+    if os.getpid() != owner:
+        return
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
