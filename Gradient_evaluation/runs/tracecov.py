@@ -59,7 +59,7 @@ from Gradient_evaluation.runs.rollouts.reward_again import rewarded_again, why_n
 from Gradient_evaluation.runs.rollouts.save import RolloutsFolder, begin_folder, check_folder, note_missing
 from Gradient_evaluation.runs.source import Sampled, Stored
 from Gradient_evaluation.sampling.rollouts import Rollouts
-from Gradient_evaluation.settings import WITH_FROM_GRAMS, TracecovSettings
+from Gradient_evaluation.settings import WITH_FROM_GRAMS, WITH_FROM_GRAMS_AND_ROLLOUTS, TracecovSettings
 from Gradient_evaluation.stats.estimators import extra_rollouts, sketched_names
 
 # Flags that decide the blocks and the prompts. run.json stores them beside the identity, for messages and --from_grams.
@@ -300,10 +300,10 @@ def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
 def rewarded_otherwise(plan: Plan, settings: TracecovSettings, started: float, draw: Draw) -> None:
     """Results under this run's rewards, from Grams that were made of the same rollouts under others; without a model."""
     paths = (gram_store.path_of(plan.grams, each.row.prompt_id) for each in sorted(plan.chosen, key=lambda each: each.index))
-    records = (rewarded_again(record, plan.stored[record.prompt_id], settings) for record in map(gram_store.load, paths))
+    records = (rewarded_again(record, plan.stored, settings) for record in map(gram_store.load, paths))
     now = {name: plan.identity.get(name) for name in REWARDS}
     measured = Measured(records, settings.config(), {**plan.other_rewards, **now}, read_checks(plan.grams))
-    finish(settings, measured, started, draw, why_no_sketch(plan.other_rewards.get("reward"), settings.reward))
+    finish(settings, measured, started, draw, why_no_sketch(plan.other_rewards.get("reward"), settings))
 
 
 def recompute(settings: TracecovSettings, draw: Draw) -> None:
@@ -315,15 +315,21 @@ def recompute(settings: TracecovSettings, draw: Draw) -> None:
         output_folder(settings.plot_path)
     with only_writer(folder / "grams"):
         # The config names what made the Grams, with null where that is not known. The defaults of this call made nothing.
-        made, heeded = {**identity.get("flags", {}), **identity}, {flag.lstrip("-") for flag in WITH_FROM_GRAMS}
+        flags = WITH_FROM_GRAMS_AND_ROLLOUTS if settings.rollouts else WITH_FROM_GRAMS
+        made, heeded = {**identity.get("flags", {}), **identity}, {flag.lstrip("-") for flag in flags}
         config = {name: value if name in heeded else made.get(name) for name, value in settings.config().items()}
         settings = replace(settings, seed=made.get("seed", settings.seed))  # the resamples of the run that made the Grams
         note = gram_store.belonging(grams)[1]
         if note:
             print(f"note: {note}", file=sys.stderr)
-        measured = Measured(gram_store.load_all(grams), config, identity, read_checks(grams))
+        records, no_sketch = gram_store.load_all(grams), None
+        if settings.rollouts:
+            stored, no_sketch = inputs_of(settings).stored, why_no_sketch(identity.get("reward"), settings)
+            records = (rewarded_again(record, stored, settings) for record in records)
+            identity = {**identity, **dict.fromkeys(REWARDS), "reward": config["reward"]}
+        measured = Measured(records, config, identity, read_checks(grams))
         try:
-            finish(settings, measured, started, draw)
+            finish(settings, measured, started, draw, no_sketch)
         except ValueError as error:  # records of different runs in one folder do not fit each other
             raise UserError(f"{grams}: its files cannot be used together ({error}); give a folder of one run") from None
 
