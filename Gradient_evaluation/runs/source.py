@@ -16,9 +16,8 @@ import numpy as np
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.memory import Batch
 from Gradient_evaluation.runs.prompts import sampling_law
-from Gradient_evaluation.runs.rewards import rewards_of
 from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
-from Gradient_evaluation.runs.rollouts.stored import rewards_of_rollouts
+from Gradient_evaluation.runs.rollouts.stored import judged, rewards_of_rollouts
 from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
 from Gradient_evaluation.sampling.law import uniforms
 from Gradient_evaluation.sampling.rollouts import Rollouts
@@ -42,7 +41,7 @@ class Sampled:
     def draw(self, row: Row, prompt_ids: Sequence[int]) -> tuple[list[Continuation], np.ndarray]:
         """The continuations that are measured, and their rewards (N,)."""
         drawn = self._sample("tracecov", row, prompt_ids, self.count_of(row))
-        rewards = rewards_of((continuation.text for continuation in drawn), row, self.settings.reward)
+        rewards = judged(drawn, row, self.settings)
         if self.folder is not None:
             self.folder.save(row, prompt_ids, drawn, rewards)
         return drawn, rewards
@@ -58,7 +57,7 @@ class Sampled:
         law = replace(sampling_law(self.settings), temperature=1.0, top_k=1, top_p=1.0)
         u = np.zeros((1, self.settings.max_new_tokens))
         greedy = sample_continuations(self.model, self.tokenizer, prompt_ids, u, law, 1)[0]
-        return float(rewards_of([greedy.text], row, self.settings.reward)[0])
+        return float(judged([greedy], row, self.settings)[0])
 
     def _sample(self, purpose: str, row: Row, prompt_ids: Sequence[int], count: int) -> list[Continuation]:
         u = uniforms(self.settings.seed, purpose, row.prompt_id, 0, count, self.settings.max_new_tokens)

@@ -4,6 +4,7 @@ usable(several, settings)                    the prompts with at least four rewa
 check_law(rollouts, identity, ...)           they were sampled as this run's flags say
 digest(several), rewards_digest(several)     what the identity of a run holds of them
 rewards_of_rollouts(rollouts, settings)      those of the file, or of --reward
+judged(continuations, row, settings)         what --reward says of texts
 with_value_of_this_law(row, identity)        the row with the V_oracle of its columns, where that is of this law and reward
 """
 
@@ -20,6 +21,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import Row, to_json, warn_on_stderr
 from Gradient_evaluation.runs.oracle_table import ADDED_LATER, OracleRow, with_oracle_value, without_oracle_value
 from Gradient_evaluation.runs.rewards import OUT_OF_RANGE, RESCALE, rewards_of, squares_fit
+from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats.blocks import MIN_BLOCK
@@ -74,7 +76,12 @@ def rewards_of_rollouts(rollouts: Rollouts, settings: TracecovSettings) -> np.nd
     """The rewards (N,): those of the file, or where there is a --reward what that says of the texts."""
     if settings.reward is None:
         return rollouts.rewards
-    return rewards_of((each.text for each in rollouts.continuations), rollouts.row, settings.reward)
+    return judged(rollouts.continuations, rollouts.row, settings)
+
+
+def judged(continuations: Sequence[Continuation], row: Row, settings: TracecovSettings) -> np.ndarray:
+    """What --reward says of the texts (N,)."""
+    return rewards_of((each.text for each in continuations), row, settings.reward)
 
 
 def check_law(
