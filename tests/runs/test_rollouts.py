@@ -176,8 +176,10 @@ def test_a_stopped_run_of_rollouts_goes_on_to_the_same(policy, in_place, rows, t
     assert files_of(tmp_path) == whole
     again = measure(policy, [in_place / "rollouts"], tmp_path, *flags, capsys=capsys)
     assert again[0] == 0 and again[1].count("finished before, nothing left to do") == 1
-    shorter = written(rows[:-1], tmp_path / "other.jsonl")
-    one_line_error(measure(policy, [shorter], tmp_path, *flags, capsys=capsys), "run.json", "the tokens of --rollouts")
+    first = {**rows[0], "response_ids": [3 - rows[0]["response_ids"][0], *rows[0]["response_ids"][1:]]}
+    for other in (rows[:-1], [first, *rows[1:]]):
+        path = written(other, tmp_path / "other.jsonl")
+        one_line_error(measure(policy, [path], tmp_path, *flags, capsys=capsys), "run.json", "the tokens of --rollouts")
     better = written([{**rows[0], "reward": 0.5}, *rows[1:]], tmp_path / "better.jsonl")
     assert measure(policy, [better], tmp_path, *flags)[0] == 0  # the same tokens, so that their Grams serve
     law = read(tmp_path / RESULTS)["group_size_law"]
