@@ -5,12 +5,16 @@
         --save_json outputs/demo --plot_path outputs/demo
     python Gradient_evaluation/run_tracecov.py --model Qwen/Qwen2.5-0.5B-Instruct \
         --oracle_table outputs/qwen/oracle_v_n1000_Qwen2.5-0.5B-Instruct.jsonl --save_json outputs/qwen
+    python Gradient_evaluation/run_tracecov.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Kyleyee/arithmetic-test \
+        --T 50 --M 4 --save_json outputs/one_command
+    python Gradient_evaluation/run_tracecov.py --model CHECKPOINT --rollouts DIR --save_json outputs/from_rollouts
     python Gradient_evaluation/run_tracecov.py --from_grams outputs/demo/grams --K_list 2 3 5 --save_json outputs/any_K
 
-For T prompts, drawn from the oracle table by --seed, it samples M * max(K_list) continuations each and builds the Gram
-matrix of their scores over all parameters. From it follow the traces of the vanilla, GRPO and oracle estimators at every group
-size at once. Each prompt's Gram is stored as soon as it is done: run the command again and it continues, or give
---from_grams to compute other group sizes without a model. The loop over prompts is in runs/tracecov.py.
+For T prompts, drawn by --seed from an oracle table or a data set, it samples M * max(K_list) continuations each and builds the
+Gram matrix of their scores over all parameters. From it follow the traces of the vanilla, GRPO and oracle estimators at every
+group size at once. Each prompt's Gram is stored as soon as it is done: run the command again and it continues, or give
+--from_grams to compute other group sizes without a model. --rollouts measures continuations that are there, and samples none
+(docs/rollouts.md). The loop over prompts is in runs/tracecov.py.
 """
 
 from __future__ import annotations
@@ -21,7 +25,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.cli import MOST_CONTINUATIONS, Parser, add_shared_flags, group_sizes, importing, integer, run
-from Gradient_evaluation.settings import GRAM_DTYPES, WITH_FROM_GRAMS, TracecovSettings
+from Gradient_evaluation.settings import (
+    GRAM_DTYPES,
+    NOT_WITH_ROLLOUTS,
+    WITH_FROM_GRAMS,
+    WITH_FROM_GRAMS_AND_ROLLOUTS,
+    TracecovSettings,
+)
 
 
 def parse_args() -> TracecovSettings:
@@ -33,14 +43,9 @@ def parse_args() -> TracecovSettings:
     add_gram_flags(parser.add_argument_group("Grams"))
     add_result_flags(parser.add_argument_group("results"), ESTIMATORS)
     args = parser.parse_args()
-    without_effect = [flag for flag in parser.given() if flag not in WITH_FROM_GRAMS]
-    if args.from_grams and without_effect:
-        parser.error(
-            f"{', '.join(without_effect)}: no effect with --from_grams, which takes what made the Grams from "
-            f"{args.from_grams}/run.json; leave out"
-        )
+    check_source(parser, args)
     args.K_list = group_sizes(args.K_list)
-    if not args.from_grams and args.M * args.K_list[-1] > MOST_CONTINUATIONS:
+    if not (args.from_grams or args.rollouts) and args.M * args.K_list[-1] > MOST_CONTINUATIONS:
         parser.error(
             f"--M {args.M} times the largest of --K_list is {args.M * args.K_list[-1]} continuations of each prompt, "
             "more than memory can hold; lower one of them"
@@ -57,15 +62,48 @@ def parse_args() -> TracecovSettings:
         parser.error(f"--params {args.params}: not a regular expression ({error})")
     if args.sketch_dim == 1:
         parser.error("--sketch_dim must be 0 or at least 2, got 1")
-    if not (args.oracle_table or args.from_grams):
-        parser.error("give --oracle_table (from calculate_oracle_v.py) or --from_grams")
     if not args.save_json:
         parser.error("--save_json is required: the folder of results and Grams")
+    if args.rollouts and "--reward" not in parser.given():
+        args.reward = None
+    if not args.dataset:
+        args.split = None
     return TracecovSettings.of(args)
+
+
+def check_source(parser: Parser, args) -> None:
+    """Refuse, in one line, more than one source of prompts or none, and flags that a source leaves without effect."""
+    given = parser.given()
+    sources = [name for name in ("oracle_table", "dataset", "rollouts", "from_grams") if getattr(args, name)]
+    heeded = WITH_FROM_GRAMS_AND_ROLLOUTS if args.rollouts else WITH_FROM_GRAMS
+    without_effect = [flag for flag in given if flag not in heeded]
+    if args.from_grams and without_effect:
+        parser.error(
+            f"{', '.join(without_effect)}: no effect with --from_grams, which takes what made the Grams from "
+            f"{args.from_grams}/run.json; leave out"
+        )
+    if not sources:
+        parser.error("give --oracle_table (from calculate_oracle_v.py), --dataset, --rollouts or --from_grams")
+    if args.from_grams and args.rollouts and "--reward" not in given:
+        parser.error("--from_grams with --rollouts: give the --reward that judges the texts anew, or leave --rollouts out")
+    if len(set(sources) - {"from_grams"}) > 1 and sources[:2] != ["dataset", "rollouts"]:
+        parser.error(f"give one of {' and '.join(f'--{name}' for name in sources)}")
+    if "--split" in given and not args.dataset:
+        parser.error("--split: no effect without --dataset; leave it out")
+    if args.rollouts and (without_effect := [flag for flag in given if flag in NOT_WITH_ROLLOUTS]):
+        parser.error(f"{', '.join(without_effect)}: no effect with --rollouts, which brings the continuations; leave out")
 
 
 def add_prompt_flags(group) -> None:
     group.add_argument("--oracle_table", help="table of calculate_oracle_v.py, JSONL or parquet")
+    group.add_argument(
+        "--dataset",
+        help="prompts without oracle values: hub id, or a local file or folder; with --rollouts, their ground truths",
+    )
+    group.add_argument("--split", default="train", help="split of a hub or saved data set (%(default)s)")
+    group.add_argument(
+        "--rollouts", nargs="+", metavar="FILE", help="measure these files or folders of rollouts, without sampling"
+    )
     group.add_argument(
         "--T",
         type=integer(1),

@@ -30,6 +30,20 @@ WITH_FROM_GRAMS = (
     "--skip_plot",
     "--quiet",
 )
+# The flags that --from_grams also reads where --rollouts has the texts that --reward judges anew.
+WITH_FROM_GRAMS_AND_ROLLOUTS = (
+    *WITH_FROM_GRAMS,
+    "--rollouts",
+    "--reward",
+    "--reward_timeout",
+    "--dataset",
+    "--split",
+    "--model",
+    "--revision",
+    "--trust_remote_code",
+)
+# The flags that have no effect with --rollouts, which brings the continuations.
+NOT_WITH_ROLLOUTS = ("--M", "--gen_bs", "--save_rollouts")
 
 
 @dataclass(frozen=True)
@@ -55,12 +69,13 @@ class Settings:
     trust_remote_code: bool
     overwrite: bool
     quiet: bool
+    save_rollouts: str | None
 
     @classmethod
     def of(cls, flags: argparse.Namespace) -> Settings:
         """The settings that parsed flags describe."""
         values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(flags).items()}
-        if not isinstance(flags.reward, str) and len(flags.reward) == 1:
+        if isinstance(flags.reward, list) and len(flags.reward) == 1:
             values["reward"] = flags.reward[0]
         return cls(**values)
 
@@ -83,9 +98,15 @@ class OracleSettings(Settings):
 
 @dataclass(frozen=True)
 class TracecovSettings(Settings):
-    """The flags of run_tracecov.py. ``estimators``: those beside the default four, aliases resolved."""
+    """The flags of run_tracecov.py. ``estimators``: those beside the default four, aliases resolved.
+
+    reward is None where the rewards of --rollouts are taken as they are.
+    """
 
     oracle_table: str | None
+    dataset: str | None
+    split: str | None
+    rollouts: tuple[str, ...] | None
     T: int
     M: int
     K_list: tuple[int, ...]  # sorted

@@ -1,9 +1,8 @@
-"""Measure one prompt: sample its continuations, reward them, and build the Grams of their scores, block by block."""
+"""Measure one prompt: take its continuations and rewards, and build the Grams of their scores, block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,30 +10,25 @@ import numpy as np
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.runs.checks import check_block, check_sampler, in_float32, self_audit
-from Gradient_evaluation.runs.gram_store import GramRecord
+from Gradient_evaluation.runs.gram_store import GramRecord, scalar_columns
 from Gradient_evaluation.runs.memory import Batch
 from Gradient_evaluation.runs.oracle_table import OracleRow, oracle_components
 from Gradient_evaluation.runs.prompts import sampling_law
-from Gradient_evaluation.runs.rewards import Rewards, RunRewards, rewards_of
-from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
-from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
+from Gradient_evaluation.runs.rewards import Rewards
+from Gradient_evaluation.runs.source import Sampled, Stored
+from Gradient_evaluation.sampling.generate import Continuation
+from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.settings import TracecovSettings
-from Gradient_evaluation.stats.estimators import (
-    extra_rollouts,
-    group_rules,
-    leave_one_out_weights,
-    sketch_weights,
-    sketched_names,
-)
+from Gradient_evaluation.stats.estimators import group_rules, leave_one_out_weights, sketch_weights, sketched_names
 from Gradient_evaluation.stats.modules import layer_moments
 
 SMALLEST_BLOCK = 4  # an unbiased estimate of ||theta||^2 needs four continuations in a block
 
 
 def planned_block_size(settings: TracecovSettings) -> int:
-    """--block_size, or the largest group size; twice that where an estimator needs two disjoint groups in a block."""
-    return settings.block_size or settings.K_list[-1] * (2 if group_rules(settings.estimators) else 1)
+    """--block_size, or the largest group size; twice that for rollouts, and where an estimator needs two disjoint groups."""
+    return settings.block_size or settings.K_list[-1] * (2 if settings.rollouts or group_rules(settings.estimators) else 1)
 
 
 def block_sizes(continuations: int, largest: int) -> list[int]:
@@ -74,30 +68,32 @@ def score_gram(model, settings: TracecovSettings) -> ScoreGram:
 
 
 def scored(continuations: Sequence[Continuation], scoring: str) -> tuple[list[tuple[int, ...]], list[list[bool]] | None]:
-    """(token ids, masks) of the continuations as ScoreGram takes them under this --scoring."""
+    """(token ids, masks) of the continuations as ScoreGram takes them under this --scoring; None: every token counts."""
     tokens = [each.tokens for each in continuations]
-    if scoring == "exact":
+    if scoring == "exact" and all(each.mask is None for each in continuations):
         return tokens, None
-    counting = [len(each.tokens) - 1 if each.ended else len(each.tokens) for each in continuations]
-    return tokens, [[i < n for i in range(len(each))] for each, n in zip(tokens, counting)]
+    masks = [list(each.mask or [True] * len(each.tokens)) for each in continuations]
+    if scoring == "published":
+        for mask, each in zip(masks, continuations):
+            mask[-1] &= not each.ended
+    return tokens, masks
 
 
 class Measurement:
     """Measures prompts with one model; the batch sizes shrink, and stay so, when memory runs out.
 
-    model, tokenizer: a causal language model on its device; gram: its ScoreGram, entered.
+    model: a causal language model on its device; gram: its ScoreGram, entered; source: where continuations come from.
     """
 
-    def __init__(self, model, tokenizer, gram: ScoreGram, settings: TracecovSettings, rewards: RunRewards):
-        self.model, self.tokenizer, self.gram, self.settings = model, tokenizer, gram, settings
-        self.rewards = rewards
-        self.generation = Batch("--gen_bs", settings.gen_bs, least=1)
+    def __init__(self, model, gram: ScoreGram, source: Sampled | Stored, settings: TracecovSettings):
+        self.model, self.gram, self.source, self.settings = model, gram, source, settings
+        self.several = source.rewards if source.rewards and source.rewards.are_several else None
         self.block = Batch("--block_size", planned_block_size(settings), least=SMALLEST_BLOCK)
 
     def audit(self, row: OracleRow, prompt_ids: list[int]) -> dict:
-        """The self-audit of a block as large as this run's, of continuations that are used for nothing else."""
-        count = max(block_sizes(self.settings.M * self.settings.K_list[-1], self.block.size))
-        drawn = self._sample("audit", row, prompt_ids, count)
+        """The self-audit of a block as large as this run's: drawn for nothing else, or the first of the stored."""
+        count = max(block_sizes(self.source.count_of(row), self.block.size))
+        drawn = self.source.for_audit(row, prompt_ids, count)
         batch = Batch("self-audit", count, least=1)
 
         def check(size: int) -> dict:
@@ -110,19 +106,24 @@ class Measurement:
 
         A half-precision model draws and scores them in float32: its own rounding would hide a wrong sampler.
         """
-        count = min(self.block.size, self.settings.M * self.settings.K_list[-1])
+        count = min(self.block.size, self.source.count_of(row))
 
         def check() -> dict:
-            drawn, law = self._sample("audit", row, prompt_ids, count), sampling_law(self.settings)
+            drawn, law = self.source.for_audit(row, prompt_ids, count), sampling_law(self.settings)
             batch = Batch("sampler check", count, least=1)
             return batch.run(lambda size: check_sampler(self.gram, law, prompt_ids, drawn[:size], row.where), row.where)
 
         return in_float32(self.model, check, "the comparison of sampler and scorer")
 
     def measure(self, row: OracleRow, prompt_ids: list[int], index: int) -> GramRecord:
-        """The record of one prompt, ``index`` its row in the oracle table. FloatingPointError: not finite."""
-        drawn = self._sample("tracecov", row, prompt_ids, self.settings.M * self.settings.K_list[-1])
-        drawn, rewards, n_left_out = self._rewarded(drawn, row)
+        """The record of one prompt, ``index`` its row among the prompts. FloatingPointError: not finite."""
+        drawn, rewards, n_left_out = self.source.draw(row, prompt_ids)
+        if len(drawn) < SMALLEST_BLOCK:
+            count = len(drawn) + n_left_out
+            raise UserError(
+                f"{row.where}: only {len(drawn)} of {count} continuations have a reward (the others None); at least "
+                f"{SMALLEST_BLOCK} are needed: raise --M, remove the row, or let a reward take it"
+            )
         blocks = self.block.run(lambda size: self._blocks(row, prompt_ids, drawn, rewards, size), row.where)
         return GramRecord(
             prompt_id=row.prompt_id,
@@ -133,46 +134,26 @@ class Measurement:
             n_oracle=row.oracle_samples,
             rewards=rewards.total,
             n_left_out=n_left_out or None,
-            **self._greedy_reward(row, prompt_ids),
+            columns=scalar_columns(row.columns),
+            **self.source.greedy_reward(row, prompt_ids),
             **self._components(row, rewards),
             **blocks,
         )
 
-    def _rewarded(self, drawn: list[Continuation], row: OracleRow) -> tuple[list[Continuation], Rewards, int]:
-        """(the continuations that have a reward, their rewards, how many are left out). UserError: fewer than 4 have one."""
-        texts, token_ids = [each.text for each in drawn], [each.tokens for each in drawn]
-        found = rewards_of(texts, row, self.rewards, token_ids)
-        kept = found.kept
-        if kept.sum() < SMALLEST_BLOCK:
-            raise UserError(
-                f"{row.where}: only {kept.sum()} of {len(drawn)} continuations have a reward (the others None); at least "
-                f"{SMALLEST_BLOCK} are needed: raise --M, remove the row, or let a reward take it"
-            )
-        drawn = [each for each, stays in zip(drawn, kept) if stays]
-        return drawn, Rewards(found.total[kept], found.components[:, kept]), int((~kept).sum())
-
     def _components(self, row: OracleRow, rewards: Rewards) -> dict:
         """The fields of GramRecord that only several rewards have."""
-        if not self.rewards.are_several:
+        if not self.several:
             return {}
         return {
             "components": rewards.components,
-            "component_names": self.rewards.names,
-            "component_weights": list(self.rewards.weights),
-            "oracle_components": oracle_components(row, self.rewards.names),
+            "component_names": self.several.names,
+            "component_weights": list(self.several.weights),
+            "oracle_components": oracle_components(row, self.several.names),
         }
-
-    def _sample(self, purpose: str, row: OracleRow, prompt_ids: list[int], count: int) -> list[Continuation]:
-        u = uniforms(self.settings.seed, purpose, row.prompt_id, 0, count, self.settings.max_new_tokens)
-
-        def sample(size: int) -> list[Continuation]:
-            return sample_continuations(self.model, self.tokenizer, prompt_ids, u, sampling_law(self.settings), size)
-
-        return self.generation.run(sample, row.where)
 
     def _blocks(self, row: OracleRow, prompt_ids, drawn: list[Continuation], rewards: Rewards, largest: int) -> dict:
         """The fields of GramRecord that come from the continuations, taken in blocks of at most ``largest``."""
-        lengths = np.array([len(continuation.tokens) for continuation in drawn])
+        lengths = np.array([continuation.length for continuation in drawn])
         names = sketched_names(self.settings.estimators) if self.settings.sketch_dim else None
         grams, values, moments, sketches, start = [], [], [], [], 0
         for size in block_sizes(len(drawn), largest):
@@ -181,7 +162,7 @@ class Measurement:
             weights = self._sketch_weights(names, rewards, lengths, part) if names else None
             tokens, masks = scored(drawn[part], self.settings.scoring)
             block = self.gram.block(prompt_ids, tokens, masks, self.settings.by_layer, weights)
-            if masks is None:
+            if self.source.is_sampled and masks is None:
                 check_block(self.gram, sampling_law(self.settings), prompt_ids, drawn[part], block.log_probs, row.where)
             grams.append(block.gram)
             values.append(block.log_probs)
@@ -197,7 +178,7 @@ class Measurement:
             "modules": self.gram.modules if moments else None,
             "module_moments": np.mean(moments, axis=0) if moments else None,
             "sketch": sketch[: len(names)] if names else None,
-            "component_sketch": sketch[len(names) :] if names and self.rewards.are_several else None,
+            "component_sketch": sketch[len(names) :] if names and self.several else None,
             "sketch_names": names,
             "sketch_layout": np.array(self.gram.sketch.layout, dtype=np.int64) if names else None,
         }
@@ -205,21 +186,7 @@ class Measurement:
     def _sketch_weights(self, names: Sequence[str], rewards: Rewards, lengths: np.ndarray, part: slice) -> np.ndarray:
         """Weights (E, B) of one block's scores for the E ``names``; with several rewards, below them GRPO's of each alone."""
         weights = sketch_weights(names, rewards.total[part], lengths[part], self.settings.K_list[-1])
-        if not self.rewards.are_several:
+        if not self.several:
             return weights
         alone = [leave_one_out_weights(np.nan_to_num(values[part]), lengths[part]) for values in rewards.components]
         return np.concatenate([weights, alone])
-
-    def _greedy_reward(self, row: OracleRow, prompt_ids: list[int]) -> dict:
-        """The fields of GramRecord of the greedy continuation's reward, where an estimator needs it."""
-        if "greedy" not in extra_rollouts(self.settings.estimators):
-            return {}
-        law = replace(sampling_law(self.settings), temperature=1.0, top_k=1, top_p=1.0)
-        u = np.zeros((1, self.settings.max_new_tokens))
-        greedy = sample_continuations(self.model, self.tokenizer, prompt_ids, u, law, 1)[0]
-        found = rewards_of([greedy.text], row, self.rewards, [greedy.tokens])
-        components = [None if np.isnan(value) else float(value) for value in found.components[:, 0]]
-        return {
-            "greedy_reward": float(found.total[0]) if found.kept[0] else None,
-            "greedy_components": components if self.rewards.are_several else None,
-        }

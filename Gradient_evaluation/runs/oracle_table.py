@@ -29,14 +29,14 @@ ROUNDING = 1e-4  # by which a V_oracle written with four digits may differ from 
 
 @dataclass(frozen=True)
 class OracleRow(Row):
-    """A prompt with its oracle value.
+    """A prompt with its oracle value, or without one (a prompt of --dataset or --rollouts).
 
-    oracle_value: V_oracle, in [0, 1], or a finite number where reward_values is "graded".
+    oracle_value: V_oracle, in [0, 1], or a finite number where reward_values is "graded"; None without one.
     oracle_samples: n_oracle, how many continuations it is the mean reward of, if the table says.
     correct_count: how many of those had reward 1, if the table says; None for graded rewards.
     """
 
-    oracle_value: float
+    oracle_value: float | None
     oracle_samples: int | None
     correct_count: int | None
 
@@ -49,15 +49,21 @@ def load_oracle_table(path: str | Path, warn: Callable[[str], None] = warn_on_st
     (reward_values "graded").
     """
     records = file_records(Path(path).expanduser())
-    return [_with_oracle_value(row) for row in make_rows(records, str(path), warn)]
+    return [with_oracle_value(row) for row in make_rows(records, str(path), warn)]
 
 
 def oracle_row(where: str, record: Mapping[str, Any]) -> OracleRow:
     """One row of a table of oracle values, checked as ``load_oracle_table`` does; UserError beginning with ``where``."""
-    return _with_oracle_value(make_row(where, record))
+    return with_oracle_value(make_row(where, record))
 
 
-def _with_oracle_value(row: Row) -> OracleRow:
+def without_oracle_value(row: Row) -> OracleRow:
+    """The row as a run takes it that has no oracle table."""
+    return OracleRow(**{**vars(row), "oracle_value": None, "oracle_samples": None, "correct_count": None})
+
+
+def with_oracle_value(row: Row) -> OracleRow:
+    """The row with the oracle value in its columns, checked; UserError beginning with its where."""
     columns, where = row.columns, row.where
     value, samples = _oracle_value(columns, where), _count(columns, "n_oracle", where)
     correct = None if columns.get("reward_values") == GRADED else _count(columns, "correct_count", where)
@@ -68,7 +74,7 @@ def _with_oracle_value(row: Row) -> OracleRow:
             f"{where}: V_oracle is {value:g}, but correct_count / n_oracle is {correct} / {samples}; "
             f"correct the row or make the table again"
         )
-    return OracleRow(**vars(row), oracle_value=value, oracle_samples=samples, correct_count=correct)
+    return OracleRow(**{**vars(row), "oracle_value": value, "oracle_samples": samples, "correct_count": correct})
 
 
 def _oracle_value(columns: Mapping[str, Any], where: str) -> float:

@@ -28,6 +28,7 @@ from Gradient_evaluation.runs.processes import Processes
 from Gradient_evaluation.runs.resume import at_row
 from Gradient_evaluation.runs.rewards import RunRewards
 from Gradient_evaluation.sampling.law import SamplingLaw
+from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.sampling.stop_strings import check_stop_strings
 from Gradient_evaluation.settings import Settings
 from Gradient_evaluation.utils import format_prompt
@@ -48,16 +49,15 @@ def chat_from(settings: Settings, tokenizer, earlier: Iterable[Mapping]) -> Chat
     return chat_of(tokenizer, settings.chat_template_kwargs, (each.get("template_date") for each in earlier))
 
 
-def run_identity(settings: Settings, tokenizer, chat: Chat, rewards: RunRewards) -> dict:
+def run_identity(settings: Settings, tokenizer, chat: Chat, rewards: RunRewards | None) -> dict:
     """The settings that the distribution and the reward of a continuation depend on. Every row and result stores them.
 
     A local model has its folder's name here, so that a table may move between machines. The fingerprint of the weights,
-    which is stored too, tells two folders of the same name apart.
+    which is stored too, tells two folders of the same name apart. rewards: None where they stand in files of rollouts.
     """
     model = model_label(settings.model) if Path(settings.model).is_dir() else settings.model
-    revision = (
-        None if settings.revision == "main" else settings.revision
-    )  # as in tables of earlier scripts, whose flag had no default
+    # as in tables of earlier scripts, whose flag had no default
+    revision = None if settings.revision == "main" else settings.revision
     return {
         "model": model,
         "revision": revision,
@@ -66,7 +66,7 @@ def run_identity(settings: Settings, tokenizer, chat: Chat, rewards: RunRewards)
         "top_k": settings.top_k,
         "max_new_tokens": settings.max_new_tokens,
         "stop": list(settings.stop),
-        **rewards.identity,
+        **(rewards.identity if rewards else dict.fromkeys(("reward", "reward_weights", "reward_digest"))),
         "chat_template_kwargs": dict(chat.kwargs) or None,
         "template_date": chat.date,
         "prompt_format": prompt_format(tokenizer, chat),
@@ -80,9 +80,13 @@ def prompt_format(tokenizer, chat: Chat) -> str:
     return hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16]
 
 
-def tokenised(rows: Sequence[AnyRow], settings: Settings, tokenizer, chat: Chat) -> tuple[list[AnyRow], list[list[int]], int]:
+def tokenised(
+    rows: Sequence[AnyRow], settings: Settings, tokenizer, chat: Chat, stored: Mapping[int, Rollouts] | None = None
+) -> tuple[list[AnyRow], list[list[int]], int]:
     """(rows, token ids of their prompts, number left out). It checks every prompt, before the model is loaded.
 
+    stored: by prompt id, the rollouts whose prompts these are: their prompt_ids are taken where they have some, and their
+    longest continuation instead of --max_new_tokens.
     Raises UserError, naming the row, for a prompt that the tokenizer refuses, or that is too long for the model's context.
     Under --skip_long prompts that are too long are left out and counted.
     """
@@ -92,19 +96,24 @@ def tokenised(rows: Sequence[AnyRow], settings: Settings, tokenizer, chat: Chat)
     context, vocabulary, rope = model_limits(settings.model, settings.revision, settings.trust_remote_code)
     kept, prompts = [], []
     for row in rows:
-        prompt_ids = at_row(row, format_prompt, tokenizer, row.prompt, row.tools, chat)
+        rollouts = None if stored is None else stored[row.prompt_id]
+        new_tokens = settings.max_new_tokens if rollouts is None else max(len(each.tokens) for each in rollouts.continuations)
+        if rollouts is not None and rollouts.prompt_ids is not None:
+            prompt_ids = list(rollouts.prompt_ids)
+        else:
+            prompt_ids = at_row(row, format_prompt, tokenizer, row.prompt, row.tools, chat)
         if vocabulary is not None and max(prompt_ids) >= vocabulary:
             raise UserError(
                 f"{row.where}: the tokenizer makes token {max(prompt_ids)} of this prompt, the model knows "
                 f"{vocabulary}; they do not belong together, check --model {settings.model}"
             )
         if not settings.skip_long:
-            at_row(row, check_prompt_length, context, prompt_ids, settings.max_new_tokens)
-        elif context is not None and len(prompt_ids) + settings.max_new_tokens > context:
+            at_row(row, check_prompt_length, context, prompt_ids, new_tokens, rollouts is not None)
+        elif context is not None and len(prompt_ids) + new_tokens > context:
             continue
-        if crosses_rope_length(rope, len(prompt_ids), settings.max_new_tokens):
+        if crosses_rope_length(rope, len(prompt_ids), new_tokens):
             raise UserError(
-                f"{row.where}: this prompt of {len(prompt_ids)} tokens and --max_new_tokens {settings.max_new_tokens} "
+                f"{row.where}: this prompt of {len(prompt_ids)} tokens and {new_tokens} new ones (--max_new_tokens) "
                 f"cross {rope} tokens, where the model's LongRoPE changes its factors, so that what is sampled is "
                 "not what is scored; lower --max_new_tokens, or shorten it"
             )

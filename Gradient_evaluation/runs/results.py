@@ -27,6 +27,7 @@ from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.group_size import group_size_law
+from Gradient_evaluation.stats.missing import Missing
 from Gradient_evaluation.stats.modules import by_layer
 from Gradient_evaluation.stats.prompts import PromptMoments
 from Gradient_evaluation.stats.sketch_pairs import Sketches, SketchPart, prompt_averaged_cosines
@@ -108,7 +109,7 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
     gen_bs: the smallest number of continuations that were sampled at a time; None if it is not known.
     """
     notes, folder, identity = Notes(), Path(settings.save_json), about["law"]
-    prompts, summary = summary_of(notes, records, settings, identity)
+    prompts, summary = summary_of(notes, records, settings, about)
     if identity.get("scoring") == "published":
         summary["on_policy_check"]["warning"] = PUBLISHED_SCORES
         summary["reasons"].pop("on_policy_check.warning", None)
@@ -125,7 +126,7 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
     if notes.component_names:
         alone = replace(settings, estimators=())
         summary["by_reward"] = by_reward(
-            records, notes.component_names, notes.component_weights, lambda each: summary_of(Notes(), each, alone, identity)[1]
+            records, notes.component_names, notes.component_weights, lambda each: summary_of(Notes(), each, alone, about)[1]
         )
     summary["n_left_out"] = notes.n_left_out
     sizes = {str(size): notes.block_sizes[size] for size in sorted(notes.block_sizes)}
@@ -140,12 +141,12 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
     return results
 
 
-def summary_of(notes: Notes, records: Iterable, settings: TracecovSettings, identity: dict) -> tuple[PromptMoments, dict]:
+def summary_of(notes: Notes, records: Iterable, settings: TracecovSettings, about: dict) -> tuple[PromptMoments, dict]:
     """The moments of the prompts, and the results with ``group_size_law``; ``notes`` takes its notes on the way."""
     prompts = estimators.reduce_prompts(notes.passing(records), settings.K_list, settings.estimators)
     bootstrap = PromptBootstrap(len(prompts), seed=settings.seed)
     summary = estimators.summarise(prompts, settings.K_list, bootstrap, settings.estimators)
-    return prompts, {**summary, "group_size_law": group_size_law_of(prompts, notes, identity, bootstrap)}
+    return prompts, {**summary, "group_size_law": group_size_law_of(prompts, notes, about, bootstrap)}
 
 
 def detailed(K: int, table: Sequence[dict], traces: dict, averages: dict) -> dict:
@@ -177,6 +178,7 @@ def replaced(path: Path, results: dict) -> str | None:
         n_prompts = before["n_prompts"]
         sizes = [str(K) for K in before["K_list"] if K not in results["K_list"]]
         names = [name for name in before["estimators"] if name not in results["estimators"]]
+        reward = (before.get("law") or {}).get("reward")
     except (OSError, ValueError, KeyError, TypeError):
         return None
     lost = []
@@ -186,6 +188,8 @@ def replaced(path: Path, results: dict) -> str | None:
         lost.append(f"K = {', '.join(sizes)}")
     if names:
         lost.append(f"the estimators {', '.join(names)}")
+    if reward is not None and reward != results["law"].get("reward"):
+        lost.append(f"the reward {reward}")
     if not lost:
         return None
     return (
@@ -194,7 +198,8 @@ def replaced(path: Path, results: dict) -> str | None:
     )
 
 
-FLAGS_ADDED_LATER = {"reward_weights": None}  # flags that results of earlier versions lack, with their defaults
+# flags that results of earlier versions lack, with their defaults
+FLAGS_ADDED_LATER = {"reward_weights": None, "dataset": None, "split": None, "rollouts": None}
 NOT_IN_RESULTS = (
     "device",
     "gen_bs",
@@ -207,6 +212,7 @@ NOT_IN_RESULTS = (
     "gradient_checkpointing",
     "trust_remote_code",
     "reward_timeout",
+    "save_rollouts",
 )
 
 
@@ -221,8 +227,7 @@ def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Orac
         results = json.loads(results_path(settings.save_json, label).read_text(encoding="utf-8"))
         files = [json.loads(detailed_path(settings.save_json, label, K).read_text(encoding="utf-8")) for K in settings.K_list]
         tables = [file["prompt_results"] for file in files]
-        config = {**FLAGS_ADDED_LATER, **results["config"]}
-        config = {name: value for name, value in config.items() if name not in NOT_IN_RESULTS}
+        config = {name: value for name, value in (FLAGS_ADDED_LATER | results["config"]).items() if name not in NOT_IN_RESULTS}
         found = [[[row["prompt"], row["ground_truth"], row["V_oracle"], row["n_oracle"]] for row in table] for table in tables]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -235,16 +240,17 @@ def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Orac
     return results if config == wanted and all(each == table for each in found) else None
 
 
-def group_size_law_of(prompts: PromptMoments, notes: Notes, identity: dict, bootstrap: PromptBootstrap) -> dict:
+def group_size_law_of(prompts: PromptMoments, notes: Notes, about: dict, bootstrap: PromptBootstrap) -> dict:
     """The entry ``group_size_law``: constants, G*, and the cosine of each sketched estimator to the gradient.
 
-    identity: what the run that made the Grams stored of itself.
+    about: its law is what the run that made the Grams stored of itself, its no_sketch why these Grams have no sketch.
     """
-    sketches = theta = None
+    identity, sketches, theta = about["law"], None, None
     if all(sketch is not None for sketch in notes.sketches):
         sketches, layout = np.stack(notes.sketches), [SketchPart(*map(int, part)) for part in notes.sketch_layout]
         theta = Sketches(sketches[:, 0], layout, identity.get("sketch_dim") or None)
-    entry = group_size_law(prompts, theta, bootstrap)
+    no_sketch = Missing(about["no_sketch"]) if about.get("no_sketch") else None
+    entry = group_size_law(prompts, theta or no_sketch, bootstrap)
     entry |= {"sketch_dim": identity.get("sketch_dim") or None, "cosine_to_gradient": {}}
     if theta is None or sketches.shape[1] == 1:
         if theta is not None and len(identity.get("sketched") or []) > 1:
@@ -367,7 +373,7 @@ def in_one_line(results: dict, otherwise: str) -> str:
 def describe_each(several: Sequence[dict]) -> list[str]:
     """``describe`` of results files that are compared; what they differ in is named too.
 
-    Prompts (zero-shot, few-shot) are named by the folder and file name of their oracle table.
+    Prompts (zero-shot, few-shot) are named by the folder and file name of their oracle table, rollouts or data set.
     """
     facts = [_facts(results) for results in several]
     differing = [name for name in IF_DIFFERENT if len({repr(each.get(name)) for each in facts}) > 1]
@@ -377,8 +383,9 @@ def describe_each(several: Sequence[dict]) -> list[str]:
 def _facts(results: dict) -> dict:
     config = results.get("config") or {}
     facts = {**config, **(results.get("law") or {})}
-    if config.get("oracle_table"):
-        facts["prompts"] = "/".join(Path(config["oracle_table"]).parts[-2:])
+    source = config.get("oracle_table") or (config.get("rollouts") or [config.get("dataset")])[0]
+    if source:
+        facts["prompts"] = "/".join(Path(source).parts[-2:])
     return facts
 
 

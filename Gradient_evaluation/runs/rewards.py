@@ -52,6 +52,10 @@ class RunRewards:
         """Whether every total is 0 or 1, so that the share of right answers is V(x)."""
         return self.weights == (1.0,) and self.rewards[0].zero_one
 
+    def by_name(self, found: Rewards) -> dict[str, np.ndarray] | None:
+        """{name: (N,)} of the components where there are several, else None."""
+        return dict(zip(self.names, found.components)) if self.are_several else None
+
     @property
     def identity(self) -> dict[str, Any]:
         """The entries of a run's identity: a name and a digest for one reward, lists for several."""

@@ -33,8 +33,9 @@ class Continuation:
     token is that end-of-sequence token; text: the decoded text the reward reads (no special tokens, and only
     what precedes a stop string); log_probs: log pi of each token under the law as the draw saw it, (len(tokens),) in
     float32 or better; log_kept: at each token, the log of the share of probability that top_k and top_p left. Both are
-    None where something else made the tokens. Two continuations of the same tokens are equal, whatever rounding made of
-    these numbers.
+    None where something else made the tokens. mask: of each token, whether it counts (True) or has no share in log pi
+    (False: tool output, other turns); None: all count. Two continuations of the same tokens and mask are equal, whatever
+    rounding made of the numbers.
     """
 
     tokens: tuple[int, ...]
@@ -42,6 +43,12 @@ class Continuation:
     text: str
     log_probs: np.ndarray | None = field(default=None, compare=False, repr=False)
     log_kept: np.ndarray | None = field(default=None, compare=False, repr=False)
+    mask: tuple[bool, ...] | None = None
+
+    @property
+    def length(self) -> int:
+        """The number of tokens that count."""
+        return len(self.tokens) if self.mask is None else sum(self.mask)
 
 
 def eos_token_ids(model, tokenizer) -> tuple[int, ...]:
