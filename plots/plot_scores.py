@@ -86,7 +86,7 @@ def plot_best_baselines(measured: Measurement, group_size: int, ax=None):
     A - 2 b N + b^2 D, which is least at b* = N/D. So the baseline V(x) is worse than none where b* is below V/2 (for
     V < 0: above it).
     """
-    ax, values = new_ax(ax, height=3.7), measured.oracle_values
+    ax, values = new_ax(ax, height=3.7), measured.values
     best = np.array([best_baseline(each) for each in measured.scores])
     grpo, vanilla = (measured.at(name, group_size).trace for name in ("grpo", "naive"))
     equal = np.isclose(grpo, vanilla, rtol=1e-9, atol=0)

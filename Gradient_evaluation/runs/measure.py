@@ -12,7 +12,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.runs.checks import check_block, check_sampler, in_float32, self_audit
 from Gradient_evaluation.runs.dataset import Row
-from Gradient_evaluation.runs.gram_store import GramRecord
+from Gradient_evaluation.runs.gram_store import GramRecord, scalar_columns
 from Gradient_evaluation.runs.memory import Batch
 from Gradient_evaluation.runs.prompts import sampling_law
 from Gradient_evaluation.runs.rewards import rewards_of
@@ -22,6 +22,7 @@ from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats.estimators import extra_rollouts, group_rules, sketch_weights, sketched_names
 from Gradient_evaluation.stats.modules import layer_moments
+from Gradient_evaluation.stats.prompts import cross_fitted_oracle
 
 SMALLEST_BLOCK = 4  # an unbiased estimate of ||theta||^2 needs four continuations in a block
 
@@ -125,6 +126,7 @@ class Measurement:
             ground_truth=row.ground_truth,
             oracle_value=row.oracle_value,
             n_oracle=row.oracle_samples,
+            columns=scalar_columns(row.columns),
             rewards=rewards,
             lengths=lengths,
             greedy_reward=self._greedy_reward(row, prompt_ids),
@@ -163,10 +165,19 @@ class Measurement:
             "log_probs": np.concatenate(values),
             "modules": self.gram.modules if moments else None,
             "module_moments": np.mean(moments, axis=0) if moments else None,
+            "module_oracle": self._module_oracle(
+                row, moments, np.split(rewards, np.cumsum([len(gram) for gram in grams])[:-1])
+            ),
             "sketch": np.mean(sketches, axis=0) if sketches else None,
             "sketch_names": names,
             "sketch_layout": np.array(self.gram.sketch.layout, dtype=np.int64) if names else None,
         }
+
+    def _module_oracle(self, row: Row, moments: list[np.ndarray], rewards: list[np.ndarray]) -> np.ndarray | None:
+        """Each module's trace at a cross-fitted V(x), where the row has none and there are two blocks or more."""
+        if row.oracle_value is not None or len(moments) < 2:
+            return None
+        return cross_fitted_oracle(np.stack(moments)[..., :3], rewards)
 
     def _greedy_reward(self, row: Row, prompt_ids: list[int]) -> float | None:
         """Reward of the greedy continuation, where an estimator needs it."""

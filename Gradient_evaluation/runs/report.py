@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from Gradient_evaluation.runs.results import FLOOR
+from Gradient_evaluation.runs.results import FLOOR, label_in
 from Gradient_evaluation.stats.estimators import DEFAULT, label_of
 from Gradient_evaluation.stats.group_size import PREDICTION
 
@@ -42,7 +42,7 @@ def _mse_table(results: dict) -> list[str]:
     ]
     return [
         "MSE of the gradient estimate: mean over prompts of trace(Cov | x) [95% interval]",
-        "   K" + "".join(f"{label_of(name):>30}" for name in curves),
+        "   K" + "".join(f"{label_in(curves, name):>30}" for name in curves),
         *rows,
     ]
 
@@ -89,6 +89,8 @@ def _norms(results: dict) -> str:
     kinds = {"right": "right answers", "wrong": "wrong answers"}
     if "above V" in norms.get("split", ""):
         kinds = {"right": "rewards above V(x)", "wrong": "rewards not above V(x)"}
+    if "mean reward" in norms.get("split", ""):
+        kinds = {"right": "rewards above their prompt's mean", "wrong": "rewards not above it"}
     means = {text: norms[name]["mean"] for name, text in kinds.items()}
     shown = [f"{text} {'not computed' if mean is None else format(mean, '.4g')}" for text, mean in means.items()]
     prompts = f"{results['n_prompts']} prompt{'' if results['n_prompts'] == 1 else 's'}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,8 +25,10 @@ from Gradient_evaluation.runs.files import write_json
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
+from Gradient_evaluation.stats.estimators import label_of
 from Gradient_evaluation.stats.group_size import group_size_law
-from Gradient_evaluation.stats.modules import by_layer
+from Gradient_evaluation.stats.missing import with_reasons
+from Gradient_evaluation.stats.modules import by_layer, oracle_traces
 from Gradient_evaluation.stats.prompts import PromptMoments
 from Gradient_evaluation.stats.sketch_pairs import Sketches, SketchPart, prompt_averaged_cosines
 from Gradient_evaluation.stats.summary import FLOOR, PUBLISHED
@@ -62,7 +64,7 @@ class Notes:
             )
             self.block_sizes.update(len(gram) for gram in record.grams)
             if record.modules is not None:
-                self.layers.append((record.modules, record.module_moments))
+                self.layers.append((record.modules, record.module_moments, record.module_oracle))
             self.sketches.append(record.sketch)
             self.sketch_names, self.sketch_layout = record.sketch_names, record.sketch_layout
             yield record
@@ -107,13 +109,9 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
         summary["reasons"].pop("on_policy_check.warning", None)
     summary["group_size_law"] = group_size_law_of(prompts, notes, about["law"], bootstrap)
     if notes.layers:
-        summary["by_layer"] = by_layer(
-            notes.layers[0][0],
-            [moments for _, moments in notes.layers],
-            [row["V_oracle"] for row in notes.table],
-            settings.K_list,
-            bootstrap,
-        )
+        layers = with_reasons({"by_layer": layers_of(notes, settings.K_list, bootstrap)})
+        summary["reasons"] |= layers.pop("reasons")
+        summary |= layers
     sizes = {str(size): notes.block_sizes[size] for size in sorted(notes.block_sizes)}
     results = {**summary, **about, "batches": {"gen_bs": gen_bs, "blocks_by_size": sizes}}
     for position, K in enumerate(settings.K_list):
@@ -232,6 +230,13 @@ def group_size_law_of(prompts: PromptMoments, notes: Notes, identity: dict, boot
     return law
 
 
+def layers_of(notes: Notes, K_list: Sequence[int], bootstrap: PromptBootstrap) -> dict:
+    """The entry ``by_layer``: traces of every module."""
+    names, moments, cross_fitted = zip(*notes.layers)
+    oracle = oracle_traces(np.stack(moments), [row["V_oracle"] for row in notes.table], cross_fitted)
+    return by_layer(names[0], moments, oracle, K_list, bootstrap)
+
+
 def _per_prompt(values, n: int) -> list:
     return [None] * n if values is None else [None if value is None else float(value) for value in values]
 
@@ -280,6 +285,14 @@ def curve_of(results: dict, curve: str) -> tuple[list, list]:
         intervals = (results.get("conditional_on_x_ci95") or {}).get(curve)
         return results["conditional_on_x"][curve], intervals or absent
     return results.get(curve) or absent, results.get(f"{curve}_ci95") or absent
+
+
+def label_in(estimators: Mapping | None, name: str) -> str:
+    """What a picture or list calls an estimator: as these results (their ``estimators``) label it, else ``label_of``.
+
+    The oracle's label says where its V(x) is cross-fitted.
+    """
+    return ((estimators or {}).get(name) or {}).get("label") or label_of(name)
 
 
 def check_group_size_law(found: dict | None, name: str) -> None:

@@ -243,6 +243,7 @@ def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
     for order, (index, row, _) in sorted(enumerate(plan.chosen), key=lambda each: each[1].index):
         record = gram_store.load(gram_store.path_of(plan.grams, row.prompt_id))
         now = {"index": index, "order": order, "oracle_value": row.oracle_value, "n_oracle": row.oracle_samples}
+        now["columns"] = gram_store.scalar_columns(row.columns)
         current = replace(record, **now)
         if any(getattr(record, name) != value for name, value in now.items()):
             current.save(plan.grams)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from Gradient_evaluation.stats.prompts import PromptMoments
 
 NO_TARGET = Missing("its target is not theta")
+CROSS_FITTED = "cross-fitted"  # V(x) from the other blocks of the prompt, not from an oracle table
 
 
 class Moments(NamedTuple):
@@ -44,6 +45,7 @@ class Moments(NamedTuple):
     scale: float | None = None  # where E[ghat | x] = scale * theta(x) exactly
     weight: np.ndarray | None = None  # how much each prompt counts: P(keep) where groups are dropped
     notes: Mapping[str, float] = {}  # further numbers for the results, such as a fitted weight
+    variant: str | None = None  # what title and label add, where what was computed is not plainly the entry
 
 
 class Estimator(NamedTuple):
@@ -70,6 +72,16 @@ def prompt_only(prompts: PromptMoments, group_size: int, baseline: np.ndarray | 
     if isinstance(baseline, Missing):
         return unbiased(prompts, baseline)
     return unbiased(prompts, prompt_only_trace(prompts.coefficients, baseline - prompts.centre) / group_size)
+
+
+def oracle(prompts: PromptMoments, group_size: int) -> Moments:
+    """b = V(x): of the oracle table, or where there is none of the prompt's other blocks (``prompts.cross_fitted_oracle``)."""
+    if not isinstance(prompts.oracle_value, Missing):
+        return prompt_only(prompts, group_size, prompts.oracle_value)
+    trace = prompts.cross_fitted_trace
+    if isinstance(trace, Missing):
+        return unbiased(prompts, trace)
+    return unbiased(prompts, trace / group_size, variant=CROSS_FITTED)
 
 
 def best_baseline(prompts: PromptMoments, group_size: int) -> Moments:
@@ -231,7 +243,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(
         "GRPO as in the paper: leave-one-out mean (RLOO)", leave_one_out, direction=leave_one_out_weights, label="GRPO"
     ),
-    "oracleV": Estimator("oracle baseline V(x)", lambda p, k: prompt_only(p, k, p.oracle_value), label="oracle V(x)"),
+    "oracleV": Estimator("oracle baseline V(x)", oracle, label="oracle V(x)"),
     "best_baseline": Estimator("floor: best prompt-only baseline", best_baseline, label="floor b*(x)"),
     "mean_reward": Estimator("mean reward of the other prompts", lambda p, k: prompt_only(p, k, mean_of_others(p))),
     "greedy": Estimator(

@@ -23,9 +23,15 @@ from Gradient_evaluation.stats.missing import Missing
 from Gradient_evaluation.stats.silent_groups import RewardCounts, reward_counts
 
 RIGHT = 0.5  # a reward of 0 or 1 above this is that of a right answer
-# All continuations; for rewards of 0 and 1 the right and the wrong ones; for other rewards those above V(x) or not.
+# All continuations; for rewards of 0 and 1 the right and the wrong ones; for other rewards those above V(x) or not. Where V(x)
+# is not known, those above the mean reward of the prompt's own continuations or not.
 CLASSES = ("all", "right", "wrong", "above", "not_above")
 NO_GREEDY = "no greedy continuation was sampled; measure with --estimators greedy"
+NO_VALUE = "no oracle value V(x)"
+NO_OTHER_BLOCK = (
+    "without an oracle table V(x) comes from a prompt's other blocks, and there is only one block; raise --M, lower "
+    "--block_size or give --oracle_table"
+)
 
 
 @dataclass(frozen=True)
@@ -50,9 +56,24 @@ class PromptMoments:
     outcome_share: np.ndarray  # (n, 5) share of the continuations in each of CLASSES
     n_outcomes: np.ndarray  # (n, 5) number of continuations in each of CLASSES
     n_blocks: np.ndarray  # (n,)
+    cross_fitted_trace: np.ndarray | Missing = Missing(
+        NO_OTHER_BLOCK
+    )  # (n,) per-continuation trace at V(x), V from other blocks
+    reduced: Sequence[dict] = ()  # n: what ``select`` makes these moments of, for some of the prompts
 
     def __len__(self) -> int:
         return len(self.n_blocks)
+
+    def select(self, positions: Sequence[int]) -> PromptMoments:
+        """The moments of some of the prompts, at these positions: as if only their records had been read."""
+        return _together([self.reduced[position] for position in positions])
+
+    @property
+    def V_source(self) -> str | Missing:
+        """Where the oracle's V(x) comes from: "table", or "cross-fitted" (from other blocks) where a prompt has none."""
+        if not isinstance(self.oracle_value, Missing):
+            return "table"
+        return self.cross_fitted_trace if isinstance(self.cross_fitted_trace, Missing) else "cross-fitted"
 
     @property
     def zero_one(self) -> bool:
@@ -71,7 +92,8 @@ def reduce_prompts(records: Iterable, K_list: Sequence[int] = (), names: Sequenc
     A record has ``oracle_value`` (float V(x), or None) and ``blocks``, a list of (gram (B, B), rewards (B,),
     lengths (B,)) with B >= 4, where B may differ; optionally ``greedy_reward`` (float). Blocks of a prompt have equal
     weights, whatever their size. ``K_list`` matters only for those estimators among ``names`` that need resampled
-    groups: the moments of their groups are computed here.
+    groups: the moments of their groups are computed here. Where one record has no V(x), the oracle's trace of every
+    prompt comes from cross-fitted values (``cross_fitted_oracle``).
 
     Raises ValueError naming the prompt (its position, and ``record.prompt_id`` where there is one) and the block
     for a value that is not finite, a wrong shape, a length below 1, or a block of fewer than 4; and for an
@@ -81,13 +103,22 @@ def reduce_prompts(records: Iterable, K_list: Sequence[int] = (), names: Sequenc
     prompts = [_reduce(record, index, cases) for index, record in enumerate(records)]
     if not prompts:
         raise ValueError("there are no prompts to average over")
+    return _together(prompts)
+
+
+def _together(prompts: list[dict]) -> PromptMoments:
+    """The moments of several prompts, each as ``_reduce`` gives them."""
     columns = {name: [prompt[name] for prompt in prompts] for name in prompts[0]}
-    whole = {name: _column(columns.pop(name)) for name in ("oracle_value", "greedy_reward", "best_trace")}
+    whole = {name: _column(columns.pop(name)) for name in MAY_BE_MISSING}
     pairs = {name: PairMoments(*np.array(columns.pop(name)).T) for name in ("pairs", "pairs_by_length")}
+    cases = [name for name in columns if isinstance(name, tuple)]  # a kind of advantage and K
     groups = {case: GroupMoments(*np.array(columns.pop(case)).T) for case in cases}
     outcomes = columns.pop("outcomes")
     arrays = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
-    return PromptMoments(**whole, **pairs, groups=groups, outcomes=outcomes, **arrays)
+    return PromptMoments(**whole, **pairs, groups=groups, outcomes=outcomes, reduced=prompts, **arrays)
+
+
+MAY_BE_MISSING = ("oracle_value", "greedy_reward", "best_trace", "cross_fitted_trace")
 
 
 def _column(values: list) -> np.ndarray | Missing:
@@ -111,7 +142,7 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
     shift = everything[0].mean()  # with a large constant in the rewards A - 2 b N + b^2 D would lose all digits
     centred = [(gram, rewards - shift) for gram, rewards, _ in blocks]
     coefficients = [prompt_only_coefficients(*block) for block in centred]
-    value = _number(record.oracle_value, f"{name}: the oracle value", "no oracle value V(x)")
+    value = _number(record.oracle_value, f"{name}: the oracle value", NO_VALUE)
     centre = everything[0].mean() if isinstance(value, Missing) else value
     classes = [_classes(rewards, centre) for _, rewards, _ in blocks]
     ones = [np.ones(len(gram)) for gram, _, _ in blocks]
@@ -135,6 +166,7 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
         "centre": shift,
         "score_evidence": _evidence(score_mean_sq, np.array([np.diag(gram).mean() for gram, _, _ in blocks])),
         "best_trace": _best_trace(centred, np.array(coefficients)),
+        "cross_fitted_trace": _oracle_trace(centred, np.array(coefficients)),
         "n_outcomes": np.sum([each.sum(-1) for each in classes], axis=0),
         "outcomes": reward_counts(*everything),
         "n_blocks": len(blocks),
@@ -173,7 +205,7 @@ def _number(value, name: str, missing: str) -> float | Missing:
 
 
 def _classes(rewards: np.ndarray, value: float) -> np.ndarray:
-    """Indicators (5, B): which continuations belong to each of CLASSES; value: V(x)."""
+    """Indicators (5, B): which continuations belong to each of CLASSES; value: V(x), or the prompt's mean reward."""
     right, above = rewards > RIGHT, rewards > value
     return np.stack([np.ones_like(right), right, ~right, above, ~above]).astype(np.float64)
 
@@ -214,3 +246,34 @@ def _best_trace(blocks: Sequence[tuple], coefficients: np.ndarray) -> float | Mi
     if len(blocks) < 2:
         return Missing("the best prompt-only baseline of a block is fitted on the prompt's other blocks, and there is only one")
     return float(prompt_only_trace(coefficients, best_baselines(blocks)).mean())
+
+
+def cross_fitted_values(rewards: Sequence[np.ndarray]) -> np.ndarray:
+    """(n_blocks, 2): for each block unbiased estimates of V and V^2 from the rewards of the OTHER blocks of the prompt.
+
+    rewards: of each block, (B,). V is their mean. V^2 is the mean of Z_i Z_j over pairs of different continuations, since
+    the square of the mean is too large by Var Z / n. NaN for a single block.
+    """
+    sums = np.array([[len(each), each.sum(), (each**2).sum()] for each in rewards])
+    # Sums over the others, not total minus own: a block must not reach its own V even by rounding.
+    count, total, square = ((1.0 - np.eye(len(sums))) @ sums).T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.stack([total / count, (total**2 - square) / (count * (count - 1))], axis=-1)
+
+
+def cross_fitted_oracle(coefficients: np.ndarray, rewards: Sequence[np.ndarray]) -> np.ndarray:
+    """The trace of one continuation's term g (Z - V(x)), without bias and without an oracle table.
+
+    coefficients: (n_blocks, ..., 3) A, N, D of prompt_only_coefficients of each block; rewards: of each block, (B,), at
+    least two blocks. Returns (...,): the mean over blocks of A - 2 V N + V^2 D with V and V^2 of ``cross_fitted_values``.
+    These are independent of the block, and A - 2 V N + V^2 D is linear in them, so the mean is exact.
+    """
+    values = cross_fitted_values(rewards).reshape(len(rewards), *[1] * (coefficients.ndim - 2), 2)
+    constant, linear, quadratic = np.moveaxis(coefficients, -1, 0)
+    return (constant - 2 * values[..., 0] * linear + values[..., 1] * quadratic).mean(0)
+
+
+def _oracle_trace(blocks: Sequence[tuple], coefficients: np.ndarray) -> float | Missing:
+    if len(blocks) < 2:
+        return Missing(NO_OTHER_BLOCK)
+    return float(cross_fitted_oracle(coefficients, [rewards for _, rewards, *_ in blocks]))
