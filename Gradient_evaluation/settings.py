@@ -24,6 +24,7 @@ WITH_FROM_GRAMS = (
     "--K_list",
     "--estimators",
     "--budget",
+    "--by",
     "--save_json",
     "--plot_path",
     "--skip_plot",
@@ -94,6 +95,7 @@ class TracecovSettings(Settings):
     params: str | None
     by_layer: bool
     budget: int | None
+    by: str | None
     sketch_dim: int
     allow_mismatch: bool
     from_grams: str | None

@@ -20,7 +20,8 @@ WIDTH = 126  # letters of a line of text on the terminal; rows of a table may be
 
 def report(results: dict) -> str:
     """MSE by K, the other estimators, the largest modules, the checks and the score norms."""
-    lines = [*_mse_table(results), *_notes(results), *_other_estimators(results), *_largest_modules(results)]
+    lines = [*_mse_table(results), *_notes(results), *_other_estimators(results), *_by_group(results)]
+    lines += _largest_modules(results)
     checks = [_on_policy(results["on_policy_check"]), _sampler_check(results.get("checks", {})), _norms(results)]
     return "\n".join([*lines, *(wrapped(line) for line in checks if line)])
 
@@ -125,6 +126,41 @@ def _other_estimators(results: dict) -> list[str]:
             dropped = "" if each is None or each <= K else f" | {each:.3g} continuations are sampled for a group that is kept"
             lines.append(f"{K:>6}  " + " | ".join(f"{cell:>30}" for cell in cells) + dropped)
     return [*lines, ""]
+
+
+def _by_group(results: dict) -> list[str]:
+    """A row for each value of the column that --by names; [] without it."""
+    if "by_group" not in results:
+        return []
+    found, sizes = results["by_group"]["values"], results["K_list"]
+    ends = sorted({0, len(sizes) - 1})
+    width = max(len(name) for name in [*found, results["by_group"]["column"]])
+    heads = [f"GRPO at K = {sizes[i]}" for i in ends]
+    lines = [
+        "",
+        f"by {results['by_group']['column']}: MSE of GRPO and best group size for each value [95% interval]",
+        f"  {results['by_group']['column']:<{width}} {'prompts':>8} {'mean reward':>25}"
+        + "".join(f"{head:>28}" for head in heads)
+        + f"{'G*':>24}{'within 10%':>14}",
+    ]
+    for name, each in found.items():
+        law, grpo = each["group_size_law"], each["estimators"]["grpo"]
+        cells = f"{value_text(each['mean_reward'], each['mean_reward_ci95']):>25}"
+        cells += "".join(f"{_cell(grpo, 'mse', i):>28}" for i in ends)
+        best = "-" if law["G_star"] is None else f"{law['G_star']:.3g}{_ends(*law['G_star_ci95'], '.3g')}"
+        near = "-" if law["within_10_percent"] is None else "{} to {}".format(*law["within_10_percent"])
+        lines.append(f"  {name:<{width}} {each['n_prompts']:>8} {cells}{best:>24}{near:>14}")
+    return [*lines, *_why_no_interval(found), ""]
+
+
+def _why_no_interval(found: dict) -> list[str]:
+    """A line for each value that has no interval or no best group size, with the reason."""
+    lines = []
+    for name, each in found.items():
+        reasons = [each["reasons"].get("estimators.grpo.mse_ci95"), each["group_size_law"]["reasons"].get("G_star")]
+        told = dict.fromkeys(reason for reason in reasons if reason)
+        lines += [wrapped(f"  note: {name}: {'; '.join(told)}")] if told else []
+    return lines
 
 
 def _largest_modules(results: dict, count: int = 5) -> list[str]:

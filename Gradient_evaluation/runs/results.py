@@ -10,72 +10,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import numpy as np
-
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.integer_answer import check_integer_ground_truth
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.files import write_json
+from Gradient_evaluation.runs.summaries import Notes, by_group, layers_of, summary_of
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.estimators import label_of
-from Gradient_evaluation.stats.group_size import group_size_law
 from Gradient_evaluation.stats.missing import with_reasons
-from Gradient_evaluation.stats.modules import by_layer, oracle_traces
-from Gradient_evaluation.stats.prompts import PromptMoments
-from Gradient_evaluation.stats.sketch_pairs import Sketches, SketchPart, prompt_averaged_cosines
 from Gradient_evaluation.stats.summary import FLOOR, PUBLISHED
 
 DRAWN = (*PUBLISHED, FLOOR)  # the curves of every results file
-
-
-@dataclass
-class Notes:
-    """What stays of each Gram record after it has passed: its table row, layers and sketches."""
-
-    table: list[dict] = field(default_factory=list)
-    block_sizes: Counter[int] = field(default_factory=Counter)
-    layers: list[tuple] = field(default_factory=list)
-    sketches: list[np.ndarray | None] = field(default_factory=list)
-    sketch_names: list[str] | None = None
-    sketch_layout: np.ndarray | None = None
-
-    def passing(self, records: Iterable) -> Iterable:
-        """Yield each record, after its notes are taken."""
-        for record in records:
-            self.table.append(
-                {
-                    "prompt_index": record.order,
-                    "table_row": record.index,
-                    "prompt": record.prompt,
-                    "gold": gold_of(record.ground_truth),
-                    "ground_truth": record.ground_truth,
-                    "V_oracle": record.oracle_value,
-                    "n_oracle": record.n_oracle,
-                    "mean_reward": float(record.rewards.mean()),
-                }
-            )
-            self.block_sizes.update(len(gram) for gram in record.grams)
-            if record.modules is not None:
-                self.layers.append((record.modules, record.module_moments, record.module_oracle))
-            self.sketches.append(record.sketch)
-            self.sketch_names, self.sketch_layout = record.sketch_names, record.sketch_layout
-            yield record
-
-
-def gold_of(ground_truth):
-    """The integer that a ground truth stands for, as in the released detailed files; any other truth unchanged."""
-    try:
-        return check_integer_ground_truth(ground_truth)
-    except UserError:
-        return ground_truth
 
 
 def results_path(folder: str | Path, label: str) -> Path:
@@ -88,13 +38,6 @@ def detailed_path(folder: str | Path, label: str, K: int) -> Path:
     return Path(folder) / f"tracecov_{label}_K{K}_detailed.json"
 
 
-PUBLISHED_SCORES = (
-    "--scoring published: the scores are not those of the law that was sampled (full softmax at temperature 1, without the end "
-    "of sequence), so their mean is not 0, whatever the on-policy check says; no estimator is unbiased, and the group size "
-    "leans on all of them. Use it to compare with the paper's released numbers only"
-)
-
-
 def write_results(settings: TracecovSettings, records: Iterable, about: dict, label: str, gen_bs: int | None) -> dict:
     """Compute the results from the Gram records, write the JSON files, and return the results.
 
@@ -103,11 +46,9 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
     notes, folder = Notes(), Path(settings.save_json)
     prompts = estimators.reduce_prompts(notes.passing(records), settings.K_list, settings.estimators)
     bootstrap = PromptBootstrap(len(prompts), seed=settings.seed)
-    summary = estimators.summarise(prompts, settings.K_list, bootstrap, settings.estimators)
-    if about["law"].get("scoring") == "published":
-        summary["on_policy_check"]["warning"] = PUBLISHED_SCORES
-        summary["reasons"].pop("on_policy_check.warning", None)
-    summary["group_size_law"] = group_size_law_of(prompts, notes, about["law"], bootstrap)
+    summary = summary_of(settings, prompts, notes.sketched, about["law"], bootstrap)
+    if settings.by:
+        summary["by_group"] = by_group(settings, prompts, notes, about["law"])
     if notes.layers:
         layers = with_reasons({"by_layer": layers_of(notes, settings.K_list, bootstrap)})
         summary["reasons"] |= layers.pop("reasons")
@@ -203,38 +144,11 @@ def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Row]
         return None
     if "split" not in results["score_norm_sq"]:  # made before P(keep) and the batch's tokens were right: compute them again
         return None
-    wanted = {name: value for name, value in settings.config().items() if name not in NOT_IN_RESULTS}
+    # a flag that earlier versions did not have, and that is not given, is no difference
+    asked = {name: value for name, value in settings.config().items() if value is not None or name in config}
+    wanted = {name: value for name, value in asked.items() if name not in NOT_IN_RESULTS}
     table = [[row.prompt, row.ground_truth, row.oracle_value, row.oracle_samples] for row in rows]
     return results if config == wanted and all(each == table for each in found) else None
-
-
-def group_size_law_of(prompts: PromptMoments, notes: Notes, identity: dict, bootstrap: PromptBootstrap) -> dict:
-    """The entry ``group_size_law``: constants, G*, and the cosine of each sketched estimator to the gradient.
-
-    identity: what the run that made the Grams stored of itself.
-    """
-    sketches = theta = None
-    if all(sketch is not None for sketch in notes.sketches):
-        sketches, layout = np.stack(notes.sketches), [SketchPart(*map(int, part)) for part in notes.sketch_layout]
-        theta = Sketches(sketches[:, 0], layout, identity.get("sketch_dim") or None)
-    law = group_size_law(prompts, theta, bootstrap)
-    law |= {"sketch_dim": identity.get("sketch_dim") or None, "cosine_to_gradient": {}}
-    if theta is None or sketches.shape[1] == 1:
-        return law
-    smallest, largest = min(notes.block_sizes), identity.get("sketched_at") or 0
-    if smallest < largest:
-        why = f"blocks of {smallest} continuations hold no group of {largest}; raise --block_size"
-        law["reasons"]["cosine_to_gradient"] = why
-    else:
-        law["cosine_to_gradient"] = prompt_averaged_cosines(sketches[:, 1:], notes.sketch_names[1:], theta, bootstrap)
-    return law
-
-
-def layers_of(notes: Notes, K_list: Sequence[int], bootstrap: PromptBootstrap) -> dict:
-    """The entry ``by_layer``: traces of every module."""
-    names, moments, cross_fitted = zip(*notes.layers)
-    oracle = oracle_traces(np.stack(moments), [row["V_oracle"] for row in notes.table], cross_fitted)
-    return by_layer(names[0], moments, oracle, K_list, bootstrap)
 
 
 def _per_prompt(values, n: int) -> list:

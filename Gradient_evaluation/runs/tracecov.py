@@ -27,6 +27,7 @@ from Gradient_evaluation.models import (
 )
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.dataset import Row
+from Gradient_evaluation.runs.domains import column_values
 from Gradient_evaluation.runs.files import write_json
 from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size, score_gram
 from Gradient_evaluation.runs.memory import limited_memory, tune_allocator
@@ -130,6 +131,8 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> 
     law = run_identity(settings, tokenizer, chat)
     check_same_law(rows, law, settings.oracle_table, settings.allow_mismatch)
     chosen, n_long = choose_rows(rows, settings, tokenizer, chat)
+    if settings.by:
+        column_values(settings.by, [gram_store.scalar_columns(each.row.columns) for each in chosen], settings.oracle_table)
     identity = {**law, **identity_beside_the_law(settings, sizes), "dtype": str(dtype).split(".")[-1]}
     grams = output_folder(settings.save_json) / "grams"
     held.enter_context(only_writer(grams))

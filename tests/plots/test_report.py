@@ -62,7 +62,7 @@ def test_cells_are_short_and_pictures_explained():
             sentences = re.findall(r"\w[^.]*?[.](?=\s|$)", re.sub(r"(?<=\d)\.(?=\d)|\.(?=\w)", "", text))
             assert 2 <= len(sentences) <= 3, text
             assert "$" not in text and "\\" not in text  # formulas would need a script to be shown
-    assert pictures == 12
+    assert pictures == 13
 
 
 def test_the_first_code_cell_sets_what_is_read():
@@ -72,7 +72,7 @@ def test_the_first_code_cell_sets_what_is_read():
 
 @pytest.fixture(scope="module")
 def full(small_run, tmp_path_factory):
-    """The notebook executed from plots/ on a small run with traces by module, a second run and training runs."""
+    """The notebook executed from plots/ on a small run with traces by module and kinds, a second run and training runs."""
     folder = tmp_path_factory.mktemp("more")
     runs = {
         f"G{size}_seed{seed}": {"G": size, "seed": seed, "train_reward": [0.1] * 5, "held_out_reward": 0.4 + seed / 9}
@@ -83,7 +83,8 @@ def full(small_run, tmp_path_factory):
     results = folder / "tracecov_tiny_model.json"
     second = json.loads((small_run / "tracecov_tiny_model.json").read_text())
     layers = {**deep()["by_layer"], "trace_cov_ci95": {}}  # of K = 4, 8, 16; the run is of 2, 4, 8
-    results.write_text(json.dumps({**second, "by_layer": layers}))
+    kinds = {"column": "kind", "values": {"sum": second, "quotient": second}}  # each value has the numbers of a run
+    results.write_text(json.dumps({**second, "by_layer": layers, "by_group": kinds}))
     (folder / "grams").symlink_to(small_run / "grams")
     second["law"]["temperature"] = 0.5
     (folder / "tracecov_cooler.json").write_text(json.dumps(second))
@@ -95,7 +96,7 @@ def full(small_run, tmp_path_factory):
 def test_on_a_whole_run_every_picture_is_drawn_and_described(full):
     shown = images(full)
     law_is_known = "group_size_law" not in printed(full)
-    assert len(shown) == 11 + law_is_known
+    assert len(shown) == 12 + law_is_known
     assert all(out["metadata"]["image/png"]["alt"] for out in shown)
     said = printed(full)
     assert "not computed: greedy: " in said
@@ -117,7 +118,7 @@ def bare(small_run, tmp_path_factory):
 def test_each_missing_part_is_one_line(bare):
     assert len(images(bare)) == 3  # the paper's figure, the ratio and the estimators need no Grams
     reasons = [line for line in printed(bare).splitlines() if line.startswith("not shown: ")]
-    assert len(reasons) == 9 and sum("there are no Grams beside tracecov_bare.json" in line for line in reasons) == 5
+    assert len(reasons) == 10 and sum("there are no Grams beside tracecov_bare.json" in line for line in reasons) == 5
     for text in ("name them in COMPARE", "holds no group_size_law", "no traces by module", "are no training runs"):
         assert any(text in line for line in reasons)
 
@@ -137,6 +138,7 @@ def test_page_names_what_it_leaves_out_in_a_closing_line(bare):
         "Several results beside each other (no other results were given)",
         "The on-policy check, Any group size (",
         "Where in the network? (the results hold no traces by module)",
+        "Kinds of prompts (the results hold no kinds of prompts)",
         "Training (there are no training runs)",
     ):
         assert part in closing
