@@ -140,6 +140,12 @@ def add_result_flags(group, names) -> None:
     group.add_argument(
         "--by", metavar="COLUMN", help="also every number for each value of this column of the prompts: data_source, level, ..."
     )
+    group.add_argument(
+        "--allocate",
+        type=integer(4, 10**6),
+        metavar="N",
+        help="also how many of N continuations each prompt should get, as JSONL, and what that gains over equal groups",
+    )
     group.add_argument("--from_grams", metavar="DIR", help="recompute from stored Grams alone, without a model")
     group.add_argument("--save_json", help="folder of results and Grams (required)")
     group.add_argument("--plot_path", help="folder of the figure (that of --save_json)")

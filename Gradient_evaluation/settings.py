@@ -23,6 +23,7 @@ WITH_FROM_GRAMS = (
     "--from_grams",
     "--K_list",
     "--estimators",
+    "--allocate",
     "--budget",
     "--by",
     "--save_json",
@@ -96,6 +97,7 @@ class TracecovSettings(Settings):
     by_layer: bool
     budget: int | None
     by: str | None
+    allocate: int | None
     sketch_dim: int
     allow_mismatch: bool
     from_grams: str | None

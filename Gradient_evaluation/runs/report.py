@@ -21,7 +21,7 @@ WIDTH = 126  # letters of a line of text on the terminal; rows of a table may be
 def report(results: dict) -> str:
     """MSE by K, the other estimators, the largest modules, the checks and the score norms."""
     lines = [*_mse_table(results), *_notes(results), *_other_estimators(results), *_by_group(results)]
-    lines += _largest_modules(results)
+    lines += [*_allocation(results), *_largest_modules(results)]
     checks = [_on_policy(results["on_policy_check"]), _sampler_check(results.get("checks", {})), _norms(results)]
     return "\n".join([*lines, *(wrapped(line) for line in checks if line)])
 
@@ -161,6 +161,33 @@ def _why_no_interval(found: dict) -> list[str]:
         told = dict.fromkeys(reason for reason in reasons if reason)
         lines += [wrapped(f"  note: {name}: {'; '.join(told)}")] if told else []
     return lines
+
+
+def _allocation(results: dict) -> list[str]:
+    """How the continuations of --allocate are shared, and the gain; [] without it."""
+    found = results.get("allocation")
+    if found is None:
+        return []
+    head = f"allocation of {found['N']} continuations to {found['n_prompts']} prompts"
+    if found["continuations"] is None:
+        return [wrapped(f"{head}: not computed ({found['reasons']['continuations']})")]
+    counts, variances = (
+        found["continuations"],
+        [value_text(found[name], found[f"{name}_ci95"]) for name in ("variance_equal", "variance_allocated")],
+    )
+    lines = [
+        f"{head}: {counts['least']} to {counts['most']} each, {counts['median']:g} in the median (equal groups: "
+        f"{found['N'] / found['n_prompts']:.3g})",
+        f"  mean variance of a prompt's GRPO gradient: {variances[0]} with equal groups, {variances[1]} allocated",
+    ]
+    if found["gain"] is None:
+        return [wrapped(line) for line in (*lines, f"  gain: not computed ({found['reasons']['gain']})")]
+    interval = found["gain_ci95"]
+    gain = f"{found['gain']:.1%}" + ("" if interval is None else " [{:.1%}, {:.1%}]".format(*interval))
+    unsure = interval is None or interval[0] <= 0
+    warning = "; these prompts do not show that it is better than equal groups" if unsure else ""
+    lines.append(f"  gain {gain}, of an allocation from half of each prompt's blocks, judged on the other half{warning}")
+    return [wrapped(line) for line in lines]
 
 
 def _largest_modules(results: dict, count: int = 5) -> list[str]:

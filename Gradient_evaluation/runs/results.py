@@ -14,12 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy as np
+
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import Row
-from Gradient_evaluation.runs.files import write_json
-from Gradient_evaluation.runs.summaries import Notes, by_group, layers_of, summary_of
+from Gradient_evaluation.runs.files import to_json_line, write_bytes_atomic, write_json
+from Gradient_evaluation.runs.summaries import Notes, by_group, check_allocation, layers_of, summary_of
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
+from Gradient_evaluation.stats.allocation import allocation
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.estimators import label_of
 from Gradient_evaluation.stats.missing import with_reasons
@@ -38,6 +41,11 @@ def detailed_path(folder: str | Path, label: str, K: int) -> Path:
     return Path(folder) / f"tracecov_{label}_K{K}_detailed.json"
 
 
+def allocation_path(folder: str | Path, label: str, N: int) -> Path:
+    """The file with how many of N continuations each prompt should get."""
+    return Path(folder) / f"allocation_{label}_N{N}.jsonl"
+
+
 def write_results(settings: TracecovSettings, records: Iterable, about: dict, label: str, gen_bs: int | None) -> dict:
     """Compute the results from the Gram records, write the JSON files, and return the results.
 
@@ -46,7 +54,12 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
     notes, folder = Notes(), Path(settings.save_json)
     prompts = estimators.reduce_prompts(notes.passing(records), settings.K_list, settings.estimators)
     bootstrap = PromptBootstrap(len(prompts), seed=settings.seed)
+    counts = None
+    if settings.allocate:
+        check_allocation(settings.allocate, len(prompts))
     summary = summary_of(settings, prompts, notes.sketched, about["law"], bootstrap)
+    if settings.allocate:
+        summary["allocation"], counts = allocation(prompts, settings.allocate, bootstrap)
     if settings.by:
         summary["by_group"] = by_group(settings, prompts, notes, about["law"])
     if notes.layers:
@@ -59,10 +72,21 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
         averages = {name: curve[position] for name, curve in summary["conditional_on_x"].items()}
         traces = estimators.prompt_trace_covs(prompts, K, settings.estimators)
         write_json(detailed_path(folder, label, K), detailed(K, notes.table, traces, averages))
+    if counts is not None:
+        write_allocation(allocation_path(folder, label, settings.allocate), notes, counts)
     if not settings.overwrite and (lost := replaced(results_path(folder, label), results)):
         print(f"note: {lost}", file=sys.stderr)
     write_json(results_path(folder, label), results)
     return results
+
+
+def write_allocation(path: Path, notes: Notes, counts: np.ndarray) -> None:
+    """One JSON line for each prompt: {prompt_id: 16 hex digits, prompt, n: its continuations, share: of all}."""
+    rows = [
+        {"prompt_id": f"{prompt_id:016x}", "prompt": row["prompt"], "n": int(count), "share": float(count / counts.sum())}
+        for prompt_id, row, count in zip(notes.prompt_ids, notes.table, counts)
+    ]
+    write_bytes_atomic(path, b"".join(map(to_json_line, rows)))
 
 
 def detailed(K: int, table: Sequence[dict], traces: dict, averages: dict) -> dict:

@@ -20,6 +20,7 @@ from Gradient_evaluation.integer_answer import check_integer_ground_truth
 from Gradient_evaluation.runs.domains import column_values, positions_of
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
+from Gradient_evaluation.stats.allocation import LEAST
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.group_size import group_size_law
 from Gradient_evaluation.stats.modules import by_layer, oracle_traces
@@ -44,6 +45,7 @@ class Sketched(NamedTuple):
 class Notes:
     """What stays of each Gram record after it has passed: its table row, layers and sketches."""
 
+    prompt_ids: list[int] = field(default_factory=list)
     table: list[dict] = field(default_factory=list)
     block_sizes: Counter[int] = field(default_factory=Counter)
     columns: list[dict | None] = field(default_factory=list)
@@ -55,6 +57,7 @@ class Notes:
     def passing(self, records: Iterable) -> Iterable:
         """Yield each record, after its notes are taken."""
         for record in records:
+            self.prompt_ids.append(record.prompt_id)
             self.table.append(
                 {
                     "prompt_index": record.order,
@@ -147,6 +150,15 @@ def group_size_law_of(prompts: PromptMoments, sketched: Sketched, identity: dict
     else:
         law["cosine_to_gradient"] = prompt_averaged_cosines(sketches[:, 1:], sketched.names[1:], theta, bootstrap)
     return law
+
+
+def check_allocation(total: int, n_prompts: int) -> None:
+    """Raise UserError where --allocate has fewer than two continuations for each prompt."""
+    if total < LEAST * n_prompts:
+        raise UserError(
+            f"--allocate {total}: each of the {n_prompts} prompts needs at least {LEAST} continuations; give at least "
+            f"{LEAST * n_prompts}"
+        )
 
 
 def layers_of(notes: Notes, K_list: Sequence[int], bootstrap: PromptBootstrap) -> dict:

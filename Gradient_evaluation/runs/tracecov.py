@@ -51,6 +51,7 @@ from Gradient_evaluation.runs.resume import (
     saved_on_interrupt,
 )
 from Gradient_evaluation.runs.rewards import check_ground_truths
+from Gradient_evaluation.runs.summaries import check_allocation
 from Gradient_evaluation.settings import WITH_FROM_GRAMS, TracecovSettings
 from Gradient_evaluation.stats.estimators import extra_rollouts, sketched_names
 
@@ -131,6 +132,8 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> 
     law = run_identity(settings, tokenizer, chat)
     check_same_law(rows, law, settings.oracle_table, settings.allow_mismatch)
     chosen, n_long = choose_rows(rows, settings, tokenizer, chat)
+    if settings.allocate:
+        check_allocation(settings.allocate, len(chosen))
     if settings.by:
         column_values(settings.by, [gram_store.scalar_columns(each.row.columns) for each in chosen], settings.oracle_table)
     identity = {**law, **identity_beside_the_law(settings, sizes), "dtype": str(dtype).split(".")[-1]}

@@ -59,6 +59,7 @@ class PromptMoments:
     cross_fitted_trace: np.ndarray | Missing = Missing(
         NO_OTHER_BLOCK
     )  # (n,) per-continuation trace at V(x), V from other blocks
+    block_terms: Sequence[np.ndarray] = ()  # n of (n_blocks, 2): 4 zeta1 and 2 zeta2 - 4 zeta1 of each block
     reduced: Sequence[dict] = ()  # n: what ``select`` makes these moments of, for some of the prompts
 
     def __len__(self) -> int:
@@ -113,9 +114,9 @@ def _together(prompts: list[dict]) -> PromptMoments:
     pairs = {name: PairMoments(*np.array(columns.pop(name)).T) for name in ("pairs", "pairs_by_length")}
     cases = [name for name in columns if isinstance(name, tuple)]  # a kind of advantage and K
     groups = {case: GroupMoments(*np.array(columns.pop(case)).T) for case in cases}
-    outcomes = columns.pop("outcomes")
+    ragged = {name: columns.pop(name) for name in ("outcomes", "block_terms")}
     arrays = {name: np.array(column, dtype=np.float64) for name, column in columns.items()}
-    return PromptMoments(**whole, **pairs, groups=groups, outcomes=outcomes, reduced=prompts, **arrays)
+    return PromptMoments(**whole, **pairs, groups=groups, **ragged, reduced=prompts, **arrays)
 
 
 MAY_BE_MISSING = ("oracle_value", "greedy_reward", "best_trace", "cross_fitted_trace")
@@ -163,6 +164,7 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
         "oracle_value": value,
         "greedy_reward": _number(greedy, f"{name}: the greedy reward", NO_GREEDY),
         "theta_sq_noise": _variance_of_mean([found.theta_sq for found in means["pairs"]]),
+        "block_terms": np.array([(4 * each.zeta1, 2 * each.zeta2 - 4 * each.zeta1) for each in means["pairs"]]),
         "centre": shift,
         "score_evidence": _evidence(score_mean_sq, np.array([np.diag(gram).mean() for gram, _, _ in blocks])),
         "best_trace": _best_trace(centred, np.array(coefficients)),
