@@ -24,7 +24,7 @@ from Gradient_evaluation.runs.files import write_bytes_atomic
 DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, IndexError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 # The fields of a record that are one JSON text in the file, and the arrays that not every record has.
 IN_JSON = "prompt_id index prompt ground_truth oracle_value n_oracle modules sketch_names greedy_reward order columns".split()
-OPTIONAL = ("module_moments", "module_oracle", "sketch", "sketch_layout")
+OPTIONAL = ("module_moments", "module_oracle", "sketch", "sketch_layout", "log_weights")
 LONGEST_TEXT = 200  # characters of a column that --by can name
 
 
@@ -40,7 +40,8 @@ class GramRecord:
     None. Where there is no oracle_value, module_oracle: (modules,), the trace of each module at a cross-fitted V(x), if
     there are two blocks. With --sketch_dim, sketch: (E, S) float32, the sketch of each mean gradient of ``sketch_names``
     ("grpo" first), averaged over blocks, and sketch_layout: (parameters, 4) of GradientSketch.layout; else None.
-    greedy_reward: of the greedy continuation, or None.
+    greedy_reward: of the greedy continuation, or None. log_weights: (N,) log of the importance weights, up to a constant, of
+    continuations that another law drew; else None.
     """
 
     prompt_id: int
@@ -62,15 +63,16 @@ class GramRecord:
     order: int | None = None
     columns: dict | None = None
     module_oracle: np.ndarray | None = None
+    log_weights: np.ndarray | None = None
 
     @property
-    def blocks(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """[(gram (B, B), rewards (B,), lengths (B,)), ...] as stats/ reads them."""
+    def blocks(self) -> list[tuple[np.ndarray, ...]]:
+        """[(gram (B, B), rewards (B,), lengths (B,), weights (B,) where there are log_weights), ...] as stats/ reads them."""
+        columns = [self.rewards, self.lengths]
+        if self.log_weights is not None:
+            columns.append(np.exp(self.log_weights - self.log_weights.max()))
         ends = np.cumsum([len(gram) for gram in self.grams])
-        return [
-            (gram, self.rewards[end - len(gram) : end], self.lengths[end - len(gram) : end])
-            for gram, end in zip(self.grams, ends)
-        ]
+        return [(gram, *(column[end - len(gram) : end] for column in columns)) for gram, end in zip(self.grams, ends)]
 
     def save(self, folder: Path) -> None:
         """Write ``folder/<prompt id>.npz``, the whole file or nothing."""

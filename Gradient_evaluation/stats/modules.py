@@ -14,6 +14,7 @@ import numpy as np
 from Gradient_evaluation.stats.blocks import PairMoments, group_trace, pair_moments, prompt_only_coefficients, prompt_only_trace
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.missing import Missing
+from Gradient_evaluation.stats.weighted import Weights
 
 NO_ORACLE = (
     "V(x) is not known, and its stand-in from other blocks is stored where a run without an oracle table has two blocks or "
@@ -21,13 +22,15 @@ NO_ORACLE = (
 )
 
 
-def layer_moments(grams: np.ndarray, rewards: np.ndarray) -> np.ndarray:
-    """Unbiased moments of every module from one block: grams (modules, B, B), rewards (B,) → (modules, 6).
+def layer_moments(grams: np.ndarray, rewards: np.ndarray, weights: Weights | None = None) -> np.ndarray:
+    """Unbiased moments of every module from one block: grams (modules, B, B), rewards (B,), perhaps weights → (modules, 6).
 
     The columns are A, N, D of prompt_only_coefficients, then same_pair, shared_member, disjoint of pair_moments.
     """
     z = np.broadcast_to(rewards, (len(grams), len(rewards)))
-    return np.concatenate([prompt_only_coefficients(grams, z), np.stack(pair_moments(grams, z), axis=-1)], axis=-1)
+    return np.concatenate(
+        [prompt_only_coefficients(grams, z, weights), np.stack(pair_moments(grams, z, weights), axis=-1)], axis=-1
+    )
 
 
 def traces(moments: np.ndarray, oracle: np.ndarray | Missing, K: int) -> dict[str, np.ndarray | Missing]:
