@@ -66,11 +66,20 @@ class GramRecord:
     log_weights: np.ndarray | None = None
 
     @property
+    def mean_reward(self) -> float:
+        """Of the continuations; with log_weights their weighted mean."""
+        return float(np.average(self.rewards, weights=self._weights) if self.log_weights is not None else self.rewards.mean())
+
+    @property
+    def _weights(self) -> np.ndarray:
+        return np.exp(self.log_weights - self.log_weights.max())
+
+    @property
     def blocks(self) -> list[tuple[np.ndarray, ...]]:
         """[(gram (B, B), rewards (B,), lengths (B,), weights (B,) where there are log_weights), ...] as stats/ reads them."""
         columns = [self.rewards, self.lengths]
         if self.log_weights is not None:
-            columns.append(np.exp(self.log_weights - self.log_weights.max()))
+            columns.append(self._weights)
         ends = np.cumsum([len(gram) for gram in self.grams])
         return [(gram, *(column[end - len(gram) : end] for column in columns)) for gram, end in zip(self.grams, ends)]
 

@@ -156,6 +156,8 @@ def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Row]
     """
     if not settings.skip_plot and not (Path(settings.plot_path) / f"tracecov_{label}.png").exists():
         return None
+    if settings.allocate and not allocation_path(settings.save_json, label, settings.allocate).exists():
+        return None
     try:
         results = json.loads(results_path(settings.save_json, label).read_text(encoding="utf-8"))
         files = [json.loads(detailed_path(settings.save_json, label, K).read_text(encoding="utf-8")) for K in settings.K_list]

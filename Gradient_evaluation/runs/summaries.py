@@ -67,7 +67,7 @@ class Notes:
                     "ground_truth": record.ground_truth,
                     "V_oracle": record.oracle_value,
                     "n_oracle": record.n_oracle,
-                    "mean_reward": float(record.rewards.mean()),
+                    "mean_reward": record.mean_reward,
                 }
             )
             self.columns.append(record.columns)
