@@ -59,7 +59,7 @@ class Estimator(NamedTuple):
     moments: Callable[[PromptMoments, int], Moments] | None = None  # of the prompts at one K
     group: str | None = None  # instead of ``moments``: a kind of advantages.group_advantages
     extra_rollout: str | None = None  # a continuation that is sampled beside the groups: "greedy"
-    direction: Callable[..., np.ndarray] | None = None  # rewards, lengths, importance weights or None (B,) -> weights (B,)
+    direction: Callable[..., np.ndarray] | None = None  # rewards, lengths, importance weights if any (B,) -> weights (B,)
     other_target: str | None = None  # what it estimates, if that is not theta
     drop_silent: bool = False
     per_token: bool = False
@@ -349,9 +349,10 @@ def sketch_weights(
     entries = [ESTIMATORS[name] for name in names]
     if weights is not None and any(entry.group for entry in entries):
         raise ValueError(NO_WEIGHTED_GROUPS.reason)
+    importance = () if weights is None else (weights,)
     return np.stack(
         [
-            entry.direction(rewards, lengths, weights)
+            entry.direction(rewards, lengths, *importance)
             if entry.direction
             else mean_group_weights(entry.group, rewards, lengths, group_size)
             for entry in entries
