@@ -76,7 +76,7 @@ def traces_by_position(results: dict, group_size: int) -> tuple[list[Position], 
         raise UserError(
             f"the traces by module are of K = {', '.join(map(str, sizes))}, not of {group_size}; choose one of these"
         )
-    curves = {name: found["trace_cov"][name] for name in PUBLISHED}
+    curves = {name: found["trace_cov"].get(name) for name in PUBLISHED}
     values = {name: np.array(curve[sizes.index(group_size)]) for name, curve in curves.items() if curve is not None}
     return positions_of(found["modules"]), values
 
