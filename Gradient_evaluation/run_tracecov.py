@@ -175,6 +175,15 @@ def add_result_flags(group, names) -> None:
     group.add_argument(
         "--budget", type=integer(2), metavar="N", help="also the predicted MSE of every G at N = B*G continuations per step"
     )
+    group.add_argument(
+        "--by", metavar="COLUMN", help="also every number for each value of this column of the prompts: data_source, level, ..."
+    )
+    group.add_argument(
+        "--allocate",
+        type=integer(4, 10**6),
+        metavar="N",
+        help="also how many of N continuations each prompt should get, as JSONL, and what that gains over equal groups",
+    )
     group.add_argument("--from_grams", metavar="DIR", help="recompute from stored Grams alone, without a model")
     group.add_argument("--save_json", help="folder of results and Grams (required)")
     group.add_argument("--plot_path", help="folder of the figure (that of --save_json)")
@@ -185,11 +194,12 @@ def main() -> None:
     settings = parse_args()
     with importing():
         from Gradient_evaluation.runs import tracecov
+        from plots.domains import plot_with_groups
         from plots.style import save_figure
         from plots.tracecov import plot_tracecov
 
     def draw(results: dict, label: str) -> Path:
-        figure, _ = plot_tracecov(results, label=label)
+        figure, _ = (plot_with_groups if "by_group" in results else plot_tracecov)(results, label=label)
         return save_figure(figure, Path(settings.plot_path) / f"tracecov_{label}.png")
 
     tracecov.run(settings, draw)

@@ -23,8 +23,10 @@ WITH_FROM_GRAMS = (
     "--from_grams",
     "--K_list",
     "--estimators",
+    "--allocate",
     "--budget",
     "--reward_weights",
+    "--by",
     "--save_json",
     "--plot_path",
     "--skip_plot",
@@ -121,6 +123,8 @@ class TracecovSettings(Settings):
     params: str | None
     by_layer: bool
     budget: int | None
+    by: str | None
+    allocate: int | None
     sketch_dim: int
     allow_mismatch: bool
     from_grams: str | None

@@ -64,11 +64,10 @@ class Measurement:
         return PromptBootstrap(len(self.moments), made.get("n_bootstrap", 2000), made.get("seed", 0))
 
     @property
-    def oracle_values(self) -> np.ndarray:
-        """(n,) V(x). Raises UserError where there are none."""
-        if isinstance(self.moments.oracle_value, Missing):
-            raise UserError(self.moments.oracle_value.reason)
-        return self.moments.oracle_value
+    def values(self) -> np.ndarray:
+        """(n,) V(x), or without an oracle table its estimate: the mean reward of the prompt's own continuations."""
+        known = self.moments.oracle_value
+        return self.moments.mean_reward if isinstance(known, Missing) else known
 
     @property
     def n(self) -> str:
@@ -77,7 +76,9 @@ class Measurement:
 
     @property
     def value_label(self) -> str:
-        """What V(x) is, for the label of its axis."""
+        """What ``values`` are, for the label of their axis."""
+        if isinstance(self.moments.oracle_value, Missing):
+            return "V(x), estimated by the prompt's mean reward"
         return f"V(x): {'probability of a right answer' if self.moments.zero_one else 'expected reward'}"
 
     def at(self, name: str, group_size: int) -> Moments:

@@ -21,8 +21,7 @@ from matplotlib.figure import Figure
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.report import at_least, value_text
-from Gradient_evaluation.runs.results import DRAWN, counted, curve_of, in_one_line
-from Gradient_evaluation.stats.estimators import label_of
+from Gradient_evaluation.runs.results import DRAWN, counted, curve_of, in_one_line, label_in
 from plots.measurement import Measurement
 from plots.plot_training import plot_training
 from plots.style import CURVES, new_figure
@@ -168,7 +167,7 @@ def mse_table(results: dict) -> str:
     rows = []
     for name, values, intervals in mse_by_estimator(results):
         title = "" if name in CURVES else (results["estimators"][name].get("title") or "")
-        head = escape(label_of(name)) + (f"<br><small>{escape(title)}</small>" if title else "")
+        head = escape(label_in(results.get("estimators"), name)) + (f"<br><small>{escape(title)}</small>" if title else "")
         rows.append(f"<tr><th>{head}</th>{''.join(map(_cell, values, intervals))}</tr>")
     sizes = "".join(f"<th>K = {size}</th>" for size in results["K_list"])
     warning = (results.get("on_policy_check") or {}).get("warning")

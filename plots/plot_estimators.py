@@ -14,11 +14,10 @@ import numpy as np
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.results import DRAWN, counted, curve_of
-from Gradient_evaluation.stats.estimators import label_of
+from Gradient_evaluation.runs.results import DRAWN, counted, curve_of, label_in
 from plots.measurement import Measurement
 from plots.style import COLOURS, CURVES, bars_of, finish, group_size_axis, new_ax, note
-from plots.tracecov import sample_sizes, why_missing
+from plots.tracecov import look_in, sample_sizes, why_missing
 
 TICK_LETTERS = 24  # on the x axis of plot_estimators, beside the long names of the estimators
 RATIO = "signal_to_noise_per_continuation"  # groups that an estimator throws away are paid for
@@ -69,7 +68,7 @@ def plot_ratio(measured: Measurement, ax=None):
     ax.axhline(1, color="black", linewidth=0.8)
     group_size_axis(ax, measured.results["K_list"])
     ax.set_xlabel("group size K" + sample_sizes(measured.results))
-    ax.set_ylabel(f"MSE of {label_of('grpo')} / MSE of {label_of('oracleV')}")
+    ax.set_ylabel(" / ".join(f"MSE of {label_in(measured.compared, name)}" for name in ("grpo", "oracleV")))
     finish(ax, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
     return ax.get_figure(), ax
 
@@ -84,7 +83,7 @@ def plot_any_group_size(measured: Measurement, ax=None):
     sizes = np.unique(np.geomspace(2, 4 * max(measured_at), 60).round().astype(int)).tolist()
     bootstrap, reasons = measured.bootstrap, []
     for name in DRAWN:
-        look = CURVES[name]
+        look = look_in(measured.compared, name)
         try:
             estimates = [bootstrap.mean(measured.at(name, size).trace) for size in sizes]
         except UserError as error:
@@ -113,7 +112,8 @@ def missing(measured: Measurement) -> list[str]:
     by_reason: dict[str, list[str]] = {}
     for name, found in measured.compared.items():
         if found[RATIO][0] is None:
-            by_reason.setdefault(_reason(measured, name).removeprefix("not computed: "), []).append(label_of(name))
+            label = label_in(measured.compared, name)
+            by_reason.setdefault(_reason(measured, name).removeprefix("not computed: "), []).append(label)
     return [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
 
 
@@ -146,7 +146,7 @@ def plot_estimators(measured: Measurement, ax=None):
     for text, filling in (("estimates the gradient", "black"), ("a rescaled gradient", "white")):
         ax.plot([], [], linestyle="", marker="o", color="black", markerfacecolor=filling, label=text)
     _positive_axis(ax, values, intervals)
-    ax.set_yticks(range(len(names)), map(label_of, names))
+    ax.set_yticks(range(len(names)), [label_in(known, name) for name in names])
     over = ",\nover that of plain GRPO" if relative else ""
     prompts = f", n = {counted(measured.results['n_prompts'], 'prompt')}" if measured.results.get("n_prompts") else ""
     ax.set_xlabel(f"{WORDS}{over}\n(at K = {measured.compared_at}{prompts})")

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.results import PUBLISHED, counted
-from Gradient_evaluation.stats.estimators import label_of
-from plots.style import CURVES, Curve, finish, new_ax, numbered
+from Gradient_evaluation.runs.results import PUBLISHED, counted, label_in
+from plots.style import Curve, finish, new_ax, note, numbered
+from plots.tracecov import look_in, why_missing
 
 MAX_KINDS = 7  # curves, as many as there are colours; the kinds with the least MSE are one curve together
 BEFORE = re.compile(r"embed|\bwte\b|\bwpe\b", re.IGNORECASE)  # outside the layers, drawn left of them
@@ -68,7 +68,7 @@ def shortest_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def traces_by_position(results: dict, group_size: int) -> tuple[list[Position], dict[str, np.ndarray]]:
-    """Every module's position, and {naive, grpo, oracleV: (modules,) MSE} at K = ``group_size``; no oracleV without V(x)."""
+    """Every module's position, and {naive, grpo, oracleV: (modules,) MSE} at K = ``group_size``; no curve that is null."""
     found, sizes = results.get("by_layer"), results["K_list"]
     if not isinstance(found, dict):
         raise UserError("the results hold no traces by module; measure again with --by_layer, into another --save_json folder")
@@ -76,9 +76,8 @@ def traces_by_position(results: dict, group_size: int) -> tuple[list[Position], 
         raise UserError(
             f"the traces by module are of K = {', '.join(map(str, sizes))}, not of {group_size}; choose one of these"
         )
-    values = {
-        name: np.array(found["trace_cov"][name][sizes.index(group_size)]) for name in PUBLISHED if name in found["trace_cov"]
-    }
+    curves = {name: found["trace_cov"].get(name) for name in PUBLISHED}
+    values = {name: np.array(curve[sizes.index(group_size)]) for name, curve in curves.items() if curve is not None}
     return positions_of(found["modules"]), values
 
 
@@ -91,9 +90,11 @@ def plot_layers(results: dict, group_size: int, ax=None):
     ax = new_ax(ax, height=HEIGHT)
     x, inside = _depth_axis(ax, positions), np.array([each.layer is not None for each in positions])
     for name in values:
-        _draw(ax, x[inside], values[name][inside], CURVES[name])
-        outside = CURVES[name]._replace(label=None if inside.any() else label_of(name), line="")
-        _draw(ax, x[~inside], values[name][~inside], outside)
+        look = look_in(results.get("estimators"), name)
+        _draw(ax, x[inside], values[name][inside], look)
+        _draw(ax, x[~inside], values[name][~inside], look._replace(label=None if inside.any() else look.label, line=""))
+    absent = [name for name in PUBLISHED if name not in values]
+    note(ax, "\n".join(why_missing(name, _reason(results, name)) for name in absent))
     _finish(ax, results, f"MSE of a layer at K = {group_size}", ncols=3)
     return ax.get_figure(), ax
 
@@ -120,8 +121,12 @@ def plot_module_kinds(results: dict, group_size: int, ax=None):
         _draw(ax, x[members], trace[members], numbered(number, label))
     outside = np.array([each.layer is None for each in positions])
     _draw(ax, x[outside], trace[outside], Curve("outside the layers", "#000000", "*", ""))
-    _finish(ax, results, f"MSE of a module at K = {group_size}\n({label_of('grpo')})", ncols=2)
+    _finish(ax, results, f"MSE of a module at K = {group_size}\n({label_in(results.get('estimators'), 'grpo')})", ncols=2)
     return ax.get_figure(), ax
+
+
+def _reason(results: dict, name: str) -> str | None:
+    return (results.get("reasons") or {}).get(f"by_layer.trace_cov.{name}")
 
 
 def _depth_axis(ax, positions: Sequence[Position]) -> np.ndarray:

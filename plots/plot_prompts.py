@@ -2,7 +2,8 @@
 
 Functions for plots/results.ipynb; each takes a ``Measurement`` with Grams (else it raises UserError) and an ``ax``,
 and returns (figure, ax). MSE is trace(Cov | x) in squared gradient units; V(x) the expected reward, for rewards of 0
-and 1 the probability of a right answer. g is a continuation's score, the gradient of its log-probability.
+and 1 the probability of a right answer. Without an oracle table the mean reward of the prompt's own continuations stands
+on its axis. g is a continuation's score, the gradient of its log-probability.
 """
 
 from __future__ import annotations
@@ -12,20 +13,30 @@ from matplotlib.ticker import MaxNLocator
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.results import PUBLISHED
+from Gradient_evaluation.stats.estimators import moments_of
+from Gradient_evaluation.stats.missing import Missing
 from plots.measurement import Measurement, Scores
 from plots.style import COLOURS, CURVES, Curve, bars_of, finish, new_ax, note
+from plots.tracecov import look_in, why_missing
 
 DIFFICULTIES = ("hard", "middle", "easy")
 HATCHES = {"naive": "////", "grpo": "", "oracleV": "...."}
 MAX_LEVELS = 5  # boxes; rewards of more distinct values are put in as many classes of equal width
 
 
+def _traces(measured: Measurement, group_size: int) -> tuple[dict[str, np.ndarray], str]:
+    """{name: (n,) traces} of the published estimators that have them, and a line for each that has none."""
+    found = {name: moments_of(measured.moments, name, group_size).trace for name in PUBLISHED}
+    absent = [why_missing(name, trace.reason) for name, trace in found.items() if isinstance(trace, Missing)]
+    return {name: trace for name, trace in found.items() if not isinstance(trace, Missing)}, "\n".join(absent)
+
+
 def plot_prompt_traces(measured: Measurement, group_size: int, ax=None):
     """MSE of each prompt against V(x) at K = ``group_size``, logarithmic; estimates not above 0 are counted, not drawn."""
-    ax, values = new_ax(ax, height=3.4), measured.oracle_values
-    for name in PUBLISHED:
-        trace, look = measured.at(name, group_size).trace, CURVES[name]
-        left_out = int((trace <= 0).sum())
+    ax, values = new_ax(ax, height=3.4), measured.values
+    traces, absent = _traces(measured, group_size)
+    for name, trace in traces.items():
+        look, left_out = look_in(measured.compared, name), int((trace <= 0).sum())
         more = f" ({left_out} at 0 or below)" if left_out else ""
         look, filling = look._replace(label=look.label + more, line=""), look.colour if name == "grpo" else "none"
         ax.plot(values[trace > 0], trace[trace > 0], alpha=0.8, markersize=4.5, markerfacecolor=filling, **look.look)
@@ -34,6 +45,7 @@ def plot_prompt_traces(measured: Measurement, group_size: int, ax=None):
         ax.set_xlim(-0.03, 1.03)
     ax.set_xlabel(f"{measured.value_label}\n({measured.n})")
     ax.set_ylabel(f"MSE of one prompt at K = {group_size}")
+    note(ax, absent)
     finish(ax, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return ax.get_figure(), ax
 
@@ -50,9 +62,10 @@ def difficulty(values: np.ndarray, zero_one: bool = True) -> tuple[np.ndarray, f
 def plot_variance_shares(measured: Measurement, group_size: int, ax=None):
     """What hard, middle and easy prompts contribute to the mean MSE at K = ``group_size``; bars add up to the mean."""
     ax, bootstrap = new_ax(ax, height=3.4), measured.bootstrap
-    kinds, low, high = difficulty(measured.oracle_values, measured.moments.zero_one)
-    for position, name in enumerate(PUBLISHED):
-        trace, look = measured.at(name, group_size).trace, CURVES[name]
+    kinds, low, high = difficulty(measured.values, measured.moments.zero_one)
+    traces, absent = _traces(measured, group_size)
+    for position, (name, trace) in enumerate(traces.items()):
+        look = look_in(measured.compared, name)
         parts = [bootstrap.mean(trace * (kinds == kind)) for kind in range(len(DIFFICULTIES))]
         heights = [part.value for part in parts]
         bars = bars_of(heights, [part.interval for part in parts])
@@ -65,6 +78,7 @@ def plot_variance_shares(measured: Measurement, group_size: int, ax=None):
     ax.set_xticks(range(3), names)
     ax.axhline(0, color="black", linewidth=0.8)
     ax.set_ylabel(f"part of the mean MSE at K = {group_size}")
+    note(ax, absent)
     finish(ax, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, columnspacing=1)
     return ax.get_figure(), ax
 
@@ -124,7 +138,7 @@ def plot_best_baselines(measured: Measurement, group_size: int, ax=None):
     A - 2 b N + b^2 D, which is least at b* = N/D. So the baseline V(x) is worse than none where b* is below V/2 (for
     V < 0: above it).
     """
-    ax, values = new_ax(ax, height=3.7), measured.oracle_values
+    ax, values = new_ax(ax, height=3.7), measured.values
     best = np.array([best_baseline(each) for each in measured.scores])
     grpo, vanilla = (measured.at(name, group_size).trace for name in ("grpo", "naive"))
     equal = np.isclose(grpo, vanilla, rtol=1e-9, atol=0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from Gradient_evaluation.runs.results import DRAWN, FLOOR, counted, curve_of, describe, describe_each
+from Gradient_evaluation.runs.results import DRAWN, FLOOR, counted, curve_of, describe, describe_each, label_in
 from Gradient_evaluation.stats.estimators import label_of
 from plots.style import (
     CURVES,
@@ -43,7 +43,7 @@ def plot_tracecov(results: dict, ax=None, label: str | None = None, log_y: bool 
     for position, curve in enumerate(DRAWN):
         # a small shift keeps the error bars of the curves apart
         shifted = [size * 2 ** (0.03 * (position - 1.5)) for size in sizes]
-        if not _draw(ax, shifted, CURVES[curve], *curve_of(results, curve), log_y):
+        if not _draw(ax, shifted, look_in(results.get("estimators"), curve), *curve_of(results, curve), log_y):
             absent.append(why_missing(curve, (results.get("reasons") or {}).get(f"estimators.{curve}.trace_cov")))
     _finish(ax, sizes, log_y)
     ax.set_xlabel("group size K" + sample_sizes(results))
@@ -54,6 +54,11 @@ def plot_tracecov(results: dict, ax=None, label: str | None = None, log_y: bool 
         del heading[0]
     finish(ax, label, title="\n".join(heading), title_fontsize="small", alignment="left")
     return ax.get_figure(), ax
+
+
+def look_in(estimators: dict | None, curve: str) -> Curve:
+    """The look of a curve, with the name that results (their ``estimators``) have for it."""
+    return CURVES[curve]._replace(label=label_in(estimators, curve))
 
 
 def why_missing(curve: str, reason: str | None = None) -> str:
@@ -121,7 +126,8 @@ def _draw_each(ax, results: Sequence[dict], names: Sequence[str], curve: str) ->
         note(
             ax, f"not computed in {drawn.count(False)} of {len(results)} files" + (f": {FLOOR_NEEDS}" if curve == FLOOR else "")
         )
-    finish(ax, label_of(curve))
+    titles = {label_in(each.get("estimators"), curve) for each in results}
+    finish(ax, titles.pop() if len(titles) == 1 else label_of(curve))
     if ax.get_legend():
         ax.get_legend().remove()
 

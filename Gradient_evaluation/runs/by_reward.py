@@ -47,6 +47,7 @@ def reweighted(record: GramRecord, weights: Sequence[float]) -> GramRecord:
         sketch_names=None if sketch is None else record.sketch_names[:1],
         modules=None,
         module_moments=None,
+        module_oracle=None,
     )
 
 
@@ -77,6 +78,7 @@ def by_reward(
             "mean_reward": float(np.mean(means)) if means else None,
             "n_rewards": int(sum(np.isfinite(values).sum() for values in given)),
             **{key: summary[key] for key in keys},
+            "V_source": summary["V_source"],
             "group_size_law": summary["group_size_law"],
             "reasons": {path: why for path, why in summary["reasons"].items() if path.split(".")[0] in keys},
         }

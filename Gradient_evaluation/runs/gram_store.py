@@ -24,8 +24,8 @@ from Gradient_evaluation.runs.files import write_bytes_atomic
 DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, IndexError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 # The fields of a record that are one JSON text in the file, and the arrays that not every record has.
 IN_JSON = "prompt_id index prompt ground_truth oracle_value n_oracle modules sketch_names greedy_reward order columns".split()
-OPTIONAL = ("module_moments", "sketch", "sketch_layout", "components", "component_sketch")
-LONGEST_TEXT = 200  # of a column that is kept with the record
+OPTIONAL = "module_moments module_oracle sketch sketch_layout log_weights components component_sketch".split()
+LONGEST_TEXT = 200  # characters of a column that --by can name
 # The same of JSON texts: of several rewards, or of continuations that were left out.
 OPTIONAL_IN_JSON = "n_left_out component_names component_weights oracle_components greedy_components".split()
 
@@ -36,13 +36,15 @@ class GramRecord:
 
     prompt_id, prompt, ground_truth: as in the oracle table. index: of the prompt's row there. order: of the prompt in the
     seeded order in which the run takes prompts; None in older files. oracle_value: V(x), or None; n_oracle: how many
-    continuations it is the mean of, or None. rewards, lengths (tokens, the end of sequence included), log_probs: (N,).
-    grams: one (B, B) float64 per block, Q[i, j] = <g_i, g_j>. With --by_layer, modules: their names, and module_moments:
-    (modules, 6) of stats/modules.py; else None. With --sketch_dim, sketch: (E, S) float32, the sketch of each mean gradient
-    of ``sketch_names`` ("grpo" first), averaged over blocks, and sketch_layout: (parameters, 4) of GradientSketch.layout;
-    else None. greedy_reward: of the greedy continuation, or None. n_left_out: continuations that had no reward (None), which
-    are in none of the arrays; None for 0. columns: the scalar columns of the prompt's row, without its prompt and
-    ground_truth; None in older files.
+    continuations it is the mean of, or None. columns: ``scalar_columns`` of the prompt's row; None in older files.
+    rewards, lengths (tokens, the end of sequence included), log_probs: (N,). grams: one (B, B) float64 per block,
+    Q[i, j] = <g_i, g_j>. With --by_layer, modules: their names, and module_moments: (modules, 6) of stats/modules.py; else
+    None. Where there is no oracle_value, module_oracle: (modules,), the trace of each module at a cross-fitted V(x), if
+    there are two blocks. With --sketch_dim, sketch: (E, S) float32, the sketch of each mean gradient of ``sketch_names``
+    ("grpo" first), averaged over blocks, and sketch_layout: (parameters, 4) of GradientSketch.layout; else None.
+    greedy_reward: of the greedy continuation, or None. log_weights: (N,) log of the importance weights, up to a constant, of
+    continuations that another law drew; else None. n_left_out: continuations that had no reward (None), which are in none of
+    the arrays; None for 0.
 
     Of C rewards where there are several, else None: components (C, N), NaN where a reward is None; their names and weights
     (rewards is the weighted sum); oracle_components: V(x) of each, or None; greedy_components: of the greedy continuation,
@@ -74,15 +76,26 @@ class GramRecord:
     oracle_components: list[float] | None = None
     greedy_components: list[float | None] | None = None
     component_sketch: np.ndarray | None = None
+    module_oracle: np.ndarray | None = None
+    log_weights: np.ndarray | None = None
 
     @property
-    def blocks(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """[(gram (B, B), rewards (B,), lengths (B,)), ...] as stats/ reads them."""
+    def mean_reward(self) -> float:
+        """Of the continuations; with log_weights their weighted mean."""
+        return float(np.average(self.rewards, weights=self._weights) if self.log_weights is not None else self.rewards.mean())
+
+    @property
+    def _weights(self) -> np.ndarray:
+        return np.exp(self.log_weights - self.log_weights.max())
+
+    @property
+    def blocks(self) -> list[tuple[np.ndarray, ...]]:
+        """[(gram (B, B), rewards (B,), lengths (B,), weights (B,) where there are log_weights), ...] as stats/ reads them."""
+        columns = [self.rewards, self.lengths]
+        if self.log_weights is not None:
+            columns.append(self._weights)
         ends = np.cumsum([len(gram) for gram in self.grams])
-        return [
-            (gram, self.rewards[end - len(gram) : end], self.lengths[end - len(gram) : end])
-            for gram, end in zip(self.grams, ends)
-        ]
+        return [(gram, *(column[end - len(gram) : end] for column in columns)) for gram, end in zip(self.grams, ends)]
 
     def save(self, folder: Path) -> None:
         """Write ``folder/<prompt id>.npz``, the whole file or nothing."""

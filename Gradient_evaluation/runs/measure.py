@@ -22,6 +22,7 @@ from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats.estimators import group_rules, leave_one_out_weights, sketch_weights, sketched_names
 from Gradient_evaluation.stats.modules import layer_moments
+from Gradient_evaluation.stats.prompts import cross_fitted_oracle
 
 SMALLEST_BLOCK = 4  # an unbiased estimate of ||theta||^2 needs four continuations in a block
 
@@ -170,7 +171,7 @@ class Measurement:
                 sketches.append(block.sketch)
             if self.settings.by_layer:
                 moments.append(layer_moments(block.by_module, rewards.total[part]))
-        sketch = np.mean(sketches, axis=0) if sketches else None
+        sketch, ends = np.mean(sketches, axis=0) if sketches else None, np.cumsum([len(gram) for gram in grams])
         return {
             "lengths": lengths,
             "grams": grams,
@@ -179,6 +180,7 @@ class Measurement:
             "module_moments": np.mean(moments, axis=0) if moments else None,
             "sketch": sketch[: len(names)] if names else None,
             "component_sketch": sketch[len(names) :] if names and self.several else None,
+            "module_oracle": _module_oracle(row, moments, np.split(rewards.total, ends[:-1])),
             "sketch_names": names,
             "sketch_layout": np.array(self.gram.sketch.layout, dtype=np.int64) if names else None,
         }
@@ -190,3 +192,10 @@ class Measurement:
             return weights
         alone = [leave_one_out_weights(np.nan_to_num(values[part]), lengths[part]) for values in rewards.components]
         return np.concatenate([weights, alone])
+
+
+def _module_oracle(row: OracleRow, moments: list[np.ndarray], rewards: list[np.ndarray]) -> np.ndarray | None:
+    """Each module's trace at a cross-fitted V(x), where the row has none and there are two blocks or more."""
+    if row.oracle_value is not None or len(moments) < 2:
+        return None
+    return cross_fitted_oracle(np.stack(moments)[..., :3], rewards)

@@ -20,6 +20,7 @@ from Gradient_evaluation.chat_template import Chat
 from Gradient_evaluation.models import weights_digest
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.dataset import Row
+from Gradient_evaluation.runs.domains import column_values
 from Gradient_evaluation.runs.inputs import identity_of_rollouts, inputs_of, law_of_run, other_rewards, path_for_messages
 from Gradient_evaluation.runs.measure import block_sizes, planned_block_size
 from Gradient_evaluation.runs.prompts import chat_from, tokenised
@@ -36,6 +37,7 @@ from Gradient_evaluation.runs.resume import (
 )
 from Gradient_evaluation.runs.rewards import RunRewards
 from Gradient_evaluation.runs.rollouts.save import begin_folder, check_folder, note_missing
+from Gradient_evaluation.runs.summaries import check_allocation
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats.estimators import extra_rollouts, sketched_names
@@ -111,6 +113,11 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, locks: ExitStack) ->
     chat = chat_from(settings, tokenizer, [*(row.columns for row in inputs.rows), inputs.said, *earlier])
     law, rows = law_of_run(inputs, settings, chat)
     chosen, n_long = choose_rows(rows, settings, tokenizer, chat, stored)
+    if settings.allocate:
+        check_allocation(settings.allocate, len(chosen))
+    if settings.by:
+        columns = [gram_store.scalar_columns(each.row.columns) for each in chosen]
+        column_values(settings.by, columns, path_for_messages(settings))
     beside = {**identity_beside_the_law(settings, sizes), **identity_of_rollouts(inputs, settings, largest)}
     identity = {**law, **beside, "dtype": str(dtype).split(".")[-1]}
     grams = output_folder(settings.save_json) / "grams"

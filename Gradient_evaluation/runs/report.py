@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from Gradient_evaluation.runs.results import FLOOR
+from Gradient_evaluation.runs.results import FLOOR, label_in
 from Gradient_evaluation.stats.estimators import DEFAULT, label_of
 from Gradient_evaluation.stats.group_size import PREDICTION
 
@@ -20,8 +20,8 @@ WIDTH = 126  # letters of a line of text on the terminal; rows of a table may be
 
 def report(results: dict) -> str:
     """MSE by K, the other estimators, the largest modules, the checks and the score norms."""
-    lines = [*_mse_table(results), *_notes(results), *_by_reward(results)]
-    lines += [*_other_estimators(results), *_largest_modules(results)]
+    lines = [*_mse_table(results), *_notes(results), *_by_reward(results), *_other_estimators(results)]
+    lines += [*_by_group(results), *_allocation(results), *_largest_modules(results)]
     checks = [_on_policy(results["on_policy_check"]), _sampler_check(results.get("checks", {})), _norms(results)]
     return "\n".join([*lines, *(wrapped(line) for line in checks if line)])
 
@@ -43,7 +43,7 @@ def _mse_table(results: dict) -> list[str]:
     ]
     return [
         "MSE of the gradient estimate: mean over prompts of trace(Cov | x) [95% interval]",
-        "   K" + "".join(f"{label_of(name):>30}" for name in curves),
+        "   K" + "".join(f"{label_in(curves, name):>30}" for name in curves),
         *rows,
     ]
 
@@ -117,6 +117,8 @@ def _norms(results: dict) -> str:
     kinds = {"right": "right answers", "wrong": "wrong answers"}
     if "above V" in norms.get("split", ""):
         kinds = {"right": "rewards above V(x)", "wrong": "rewards not above V(x)"}
+    if "mean reward" in norms.get("split", ""):
+        kinds = {"right": "rewards above their prompt's mean", "wrong": "rewards not above it"}
     means = {text: norms[name]["mean"] for name, text in kinds.items()}
     shown = [f"{text} {'not computed' if mean is None else format(mean, '.4g')}" for text, mean in means.items()]
     prompts = f"{results['n_prompts']} prompt{'' if results['n_prompts'] == 1 else 's'}"
@@ -151,6 +153,68 @@ def _other_estimators(results: dict) -> list[str]:
             dropped = "" if each is None or each <= K else f" | {each:.3g} continuations are sampled for a group that is kept"
             lines.append(f"{K:>6}  " + " | ".join(f"{cell:>30}" for cell in cells) + dropped)
     return [*lines, ""]
+
+
+def _by_group(results: dict) -> list[str]:
+    """A row for each value of the column that --by names; [] without it."""
+    if "by_group" not in results:
+        return []
+    found, sizes = results["by_group"]["values"], results["K_list"]
+    ends = sorted({0, len(sizes) - 1})
+    width = max(len(name) for name in [*found, results["by_group"]["column"]])
+    heads = [f"GRPO at K = {sizes[i]}" for i in ends]
+    lines = [
+        "",
+        f"by {results['by_group']['column']}: MSE of GRPO and best group size for each value [95% interval]",
+        f"  {results['by_group']['column']:<{width}} {'prompts':>8} {'mean reward':>25}"
+        + "".join(f"{head:>28}" for head in heads)
+        + f"{'G*':>24}{'within 10%':>14}",
+    ]
+    for name, each in found.items():
+        law, grpo = each["group_size_law"], each["estimators"]["grpo"]
+        cells = f"{value_text(each['mean_reward'], each['mean_reward_ci95']):>25}"
+        cells += "".join(f"{_cell(grpo, 'mse', i):>28}" for i in ends)
+        best = "-" if law["G_star"] is None else f"{law['G_star']:.3g}{_ends(*law['G_star_ci95'], '.3g')}"
+        near = "-" if law["within_10_percent"] is None else "{} to {}".format(*law["within_10_percent"])
+        lines.append(f"  {name:<{width}} {each['n_prompts']:>8} {cells}{best:>24}{near:>14}")
+    return [*lines, *_why_no_interval(found), ""]
+
+
+def _why_no_interval(found: dict) -> list[str]:
+    """A line for each value that has no interval or no best group size, with the reason."""
+    lines = []
+    for name, each in found.items():
+        reasons = [each["reasons"].get("estimators.grpo.mse_ci95"), each["group_size_law"]["reasons"].get("G_star")]
+        told = dict.fromkeys(reason for reason in reasons if reason)
+        lines += [wrapped(f"  note: {name}: {'; '.join(told)}")] if told else []
+    return lines
+
+
+def _allocation(results: dict) -> list[str]:
+    """How the continuations of --allocate are shared, and the gain; [] without it."""
+    found = results.get("allocation")
+    if found is None:
+        return []
+    head = f"allocation of {found['N']} continuations to {found['n_prompts']} prompts"
+    if found["continuations"] is None:
+        return [wrapped(f"{head}: not computed ({found['reasons']['continuations']})")]
+    counts, variances = (
+        found["continuations"],
+        [value_text(found[name], found[f"{name}_ci95"]) for name in ("variance_equal", "variance_allocated")],
+    )
+    lines = [
+        f"{head}: {counts['least']} to {counts['most']} each, {counts['median']:g} in the median (equal groups: "
+        f"{found['N'] / found['n_prompts']:.3g})",
+        f"  mean variance of a prompt's GRPO gradient: {variances[0]} with equal groups, {variances[1]} allocated",
+    ]
+    if found["gain"] is None:
+        return [wrapped(line) for line in (*lines, f"  gain: not computed ({found['reasons']['gain']})")]
+    interval = found["gain_ci95"]
+    gain = f"{found['gain']:.1%}" + ("" if interval is None else " [{:.1%}, {:.1%}]".format(*interval))
+    unsure = interval is None or interval[0] <= 0
+    warning = "; these prompts do not show that it is better than equal groups" if unsure else ""
+    lines.append(f"  gain {gain}, of an allocation from half of each prompt's blocks, judged on the other half{warning}")
+    return [wrapped(line) for line in lines]
 
 
 def _largest_modules(results: dict, count: int = 5) -> list[str]:

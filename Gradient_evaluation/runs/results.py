@@ -10,80 +10,26 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numpy as np
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.integer_answer import check_integer_ground_truth
-from Gradient_evaluation.runs.by_reward import OTHER_LAYERS, OTHER_SKETCHES, by_reward, mean_given
-from Gradient_evaluation.runs.files import write_json
+from Gradient_evaluation.runs.by_reward import OTHER_LAYERS
+from Gradient_evaluation.runs.files import to_json_line, write_bytes_atomic, write_json
 from Gradient_evaluation.runs.oracle_table import OracleRow
+from Gradient_evaluation.runs.summaries import Notes, by_group, check_allocation, layers_of, rewards_alone, summary_of
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
+from Gradient_evaluation.stats.allocation import allocation
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
-from Gradient_evaluation.stats.group_size import group_size_law
-from Gradient_evaluation.stats.missing import Missing
-from Gradient_evaluation.stats.modules import by_layer
-from Gradient_evaluation.stats.prompts import PromptMoments
-from Gradient_evaluation.stats.sketch_pairs import Sketches, SketchPart, prompt_averaged_cosines
+from Gradient_evaluation.stats.estimators import label_of
+from Gradient_evaluation.stats.missing import with_reasons
 from Gradient_evaluation.stats.summary import FLOOR, PUBLISHED
 
 DRAWN = (*PUBLISHED, FLOOR)  # the curves of every results file
-
-
-@dataclass
-class Notes:
-    """What stays of each Gram record after it has passed: its table row, layers and sketches."""
-
-    table: list[dict] = field(default_factory=list)
-    block_sizes: Counter[int] = field(default_factory=Counter)
-    layers: list[tuple] = field(default_factory=list)
-    sketches: list[np.ndarray | None] = field(default_factory=list)
-    sketch_names: list[str] | None = None
-    sketch_layout: np.ndarray | None = None
-    n_left_out: int = 0
-    component_names: list[str] | None = None
-    component_weights: list[float] | None = None
-
-    def passing(self, records: Iterable) -> Iterable:
-        """Yield each record, after its notes are taken."""
-        for record in records:
-            self.table.append(
-                {
-                    "prompt_index": record.order,
-                    "table_row": record.index,
-                    "prompt": record.prompt,
-                    "gold": gold_of(record.ground_truth),
-                    "ground_truth": record.ground_truth,
-                    "V_oracle": record.oracle_value,
-                    "n_oracle": record.n_oracle,
-                    "mean_reward": float(record.rewards.mean()),
-                }
-            )
-            if record.component_names:
-                means = dict(zip(record.component_names, map(mean_given, record.components)))
-                self.table[-1]["mean_rewards"] = means
-            self.component_names, self.component_weights = record.component_names, record.component_weights
-            self.n_left_out += record.n_left_out or 0
-            self.block_sizes.update(len(gram) for gram in record.grams)
-            if record.modules is not None:
-                self.layers.append((record.modules, record.module_moments))
-            self.sketches.append(record.sketch)
-            self.sketch_names, self.sketch_layout = record.sketch_names, record.sketch_layout
-            yield record
-
-
-def gold_of(ground_truth):
-    """The integer that a ground truth stands for, as in the released detailed files; any other truth unchanged."""
-    try:
-        return check_integer_ground_truth(ground_truth)
-    except UserError:
-        return ground_truth
 
 
 def results_path(folder: str | Path, label: str) -> Path:
@@ -96,11 +42,9 @@ def detailed_path(folder: str | Path, label: str, K: int) -> Path:
     return Path(folder) / f"tracecov_{label}_K{K}_detailed.json"
 
 
-PUBLISHED_SCORES = (
-    "--scoring published: the scores are not those of the law that was sampled (full softmax at temperature 1, without the end "
-    "of sequence), so their mean is not 0, whatever the on-policy check says; no estimator is unbiased, and the group size "
-    "leans on all of them. Use it to compare with the paper's released numbers only"
-)
+def allocation_path(folder: str | Path, label: str, N: int) -> Path:
+    """The file with how many of N continuations each prompt should get."""
+    return Path(folder) / f"allocation_{label}_N{N}.jsonl"
 
 
 def write_results(settings: TracecovSettings, records: Iterable, about: dict, label: str, gen_bs: int | None) -> dict:
@@ -108,45 +52,46 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
 
     gen_bs: the smallest number of continuations that were sampled at a time; None if it is not known.
     """
-    notes, folder, identity = Notes(), Path(settings.save_json), about["law"]
-    prompts, summary = summary_of(notes, records, settings, about)
-    if identity.get("scoring") == "published":
-        summary["on_policy_check"]["warning"] = PUBLISHED_SCORES
-        summary["reasons"].pop("on_policy_check.warning", None)
-    if notes.layers:
-        summary["by_layer"] = by_layer(
-            notes.layers[0][0],
-            [moments for _, moments in notes.layers],
-            [row["V_oracle"] for row in notes.table],
-            settings.K_list,
-            PromptBootstrap(len(prompts), seed=settings.seed),
-        )
-    elif identity.get("by_layer"):
-        summary["reasons"]["by_layer"] = OTHER_LAYERS
+    notes, folder = Notes(), Path(settings.save_json)
+    prompts = estimators.reduce_prompts(notes.passing(records), settings.K_list, settings.estimators)
+    bootstrap = PromptBootstrap(len(prompts), seed=settings.seed)
+    counts = None
+    if settings.allocate:
+        check_allocation(settings.allocate, len(prompts))
+    summary = {**summary_of(settings, prompts, notes.sketched, about, bootstrap), "n_left_out": notes.n_left_out}
+    if settings.allocate:
+        summary["allocation"], counts = allocation(prompts, settings.allocate, bootstrap)
+    if settings.by:
+        summary["by_group"] = by_group(settings, prompts, notes, about)
     if notes.component_names:
-        alone = replace(settings, estimators=())
-        summary["by_reward"] = by_reward(
-            records, notes.component_names, notes.component_weights, lambda each: summary_of(Notes(), each, alone, about)[1]
-        )
-    summary["n_left_out"] = notes.n_left_out
+        summary["by_reward"] = rewards_alone(settings, records, notes, about)
+    if notes.layers:
+        layers = with_reasons({"by_layer": layers_of(notes, settings.K_list, bootstrap)})
+        summary["reasons"] |= layers.pop("reasons")
+        summary |= layers
+    elif about["law"].get("by_layer"):
+        summary["reasons"]["by_layer"] = OTHER_LAYERS
     sizes = {str(size): notes.block_sizes[size] for size in sorted(notes.block_sizes)}
     results = {**summary, **about, "batches": {"gen_bs": gen_bs, "blocks_by_size": sizes}}
     for position, K in enumerate(settings.K_list):
         averages = {name: curve[position] for name, curve in summary["conditional_on_x"].items()}
         traces = estimators.prompt_trace_covs(prompts, K, settings.estimators)
         write_json(detailed_path(folder, label, K), detailed(K, notes.table, traces, averages))
+    if counts is not None:
+        write_allocation(allocation_path(folder, label, settings.allocate), notes, counts)
     if not settings.overwrite and (lost := replaced(results_path(folder, label), results)):
         print(f"note: {lost}", file=sys.stderr)
     write_json(results_path(folder, label), results)
     return results
 
 
-def summary_of(notes: Notes, records: Iterable, settings: TracecovSettings, about: dict) -> tuple[PromptMoments, dict]:
-    """The moments of the prompts, and the results with ``group_size_law``; ``notes`` takes its notes on the way."""
-    prompts = estimators.reduce_prompts(notes.passing(records), settings.K_list, settings.estimators)
-    bootstrap = PromptBootstrap(len(prompts), seed=settings.seed)
-    summary = estimators.summarise(prompts, settings.K_list, bootstrap, settings.estimators)
-    return prompts, {**summary, "group_size_law": group_size_law_of(prompts, notes, about, bootstrap)}
+def write_allocation(path: Path, notes: Notes, counts: np.ndarray) -> None:
+    """One JSON line for each prompt: {prompt_id: 16 hex digits, prompt, n: its continuations, share: of all}."""
+    rows = [
+        {"prompt_id": f"{prompt_id:016x}", "prompt": row["prompt"], "n": int(count), "share": float(count / counts.sum())}
+        for prompt_id, row, count in zip(notes.prompt_ids, notes.table, counts)
+    ]
+    write_bytes_atomic(path, b"".join(map(to_json_line, rows)))
 
 
 def detailed(K: int, table: Sequence[dict], traces: dict, averages: dict) -> dict:
@@ -223,6 +168,8 @@ def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Orac
     """
     if not settings.skip_plot and not (Path(settings.plot_path) / f"tracecov_{label}.png").exists():
         return None
+    if settings.allocate and not allocation_path(settings.save_json, label, settings.allocate).exists():
+        return None
     try:
         results = json.loads(results_path(settings.save_json, label).read_text(encoding="utf-8"))
         files = [json.loads(detailed_path(settings.save_json, label, K).read_text(encoding="utf-8")) for K in settings.K_list]
@@ -235,34 +182,11 @@ def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Orac
         return None
     if "split" not in results["score_norm_sq"]:  # made before P(keep) and the batch's tokens were right: compute them again
         return None
-    wanted = {name: value for name, value in settings.config().items() if name not in NOT_IN_RESULTS}
+    # a flag that earlier versions did not have, and that is not given, is no difference
+    asked = {name: value for name, value in settings.config().items() if value is not None or name in config}
+    wanted = {name: value for name, value in asked.items() if name not in NOT_IN_RESULTS}
     table = [[row.prompt, row.ground_truth, row.oracle_value, row.oracle_samples] for row in rows]
     return results if config == wanted and all(each == table for each in found) else None
-
-
-def group_size_law_of(prompts: PromptMoments, notes: Notes, about: dict, bootstrap: PromptBootstrap) -> dict:
-    """The entry ``group_size_law``: constants, G*, and the cosine of each sketched estimator to the gradient.
-
-    about: its law is what the run that made the Grams stored of itself, its no_sketch why these Grams have no sketch.
-    """
-    identity, sketches, theta = about["law"], None, None
-    if all(sketch is not None for sketch in notes.sketches):
-        sketches, layout = np.stack(notes.sketches), [SketchPart(*map(int, part)) for part in notes.sketch_layout]
-        theta = Sketches(sketches[:, 0], layout, identity.get("sketch_dim") or None)
-    no_sketch = Missing(about["no_sketch"]) if about.get("no_sketch") else None
-    entry = group_size_law(prompts, theta or no_sketch, bootstrap)
-    entry |= {"sketch_dim": identity.get("sketch_dim") or None, "cosine_to_gradient": {}}
-    if theta is None or sketches.shape[1] == 1:
-        if theta is not None and len(identity.get("sketched") or []) > 1:
-            entry["reasons"]["cosine_to_gradient"] = OTHER_SKETCHES
-        return entry
-    smallest, largest = min(notes.block_sizes), identity.get("sketched_at") or 0
-    if smallest < largest:
-        why = f"blocks of {smallest} continuations hold no group of {largest}; raise --block_size"
-        entry["reasons"]["cosine_to_gradient"] = why
-    else:
-        entry["cosine_to_gradient"] = prompt_averaged_cosines(sketches[:, 1:], notes.sketch_names[1:], theta, bootstrap)
-    return entry
 
 
 def _per_prompt(values, n: int) -> list:
@@ -313,6 +237,14 @@ def curve_of(results: dict, curve: str) -> tuple[list, list]:
         intervals = (results.get("conditional_on_x_ci95") or {}).get(curve)
         return results["conditional_on_x"][curve], intervals or absent
     return results.get(curve) or absent, results.get(f"{curve}_ci95") or absent
+
+
+def label_in(estimators: Mapping | None, name: str) -> str:
+    """What a picture or list calls an estimator: as these results (their ``estimators``) label it, else ``label_of``.
+
+    The oracle's label says where its V(x) is cross-fitted.
+    """
+    return ((estimators or {}).get(name) or {}).get("label") or label_of(name)
 
 
 def check_group_size_law(found: dict | None, name: str) -> None:

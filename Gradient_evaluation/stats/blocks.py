@@ -5,6 +5,10 @@ g = grad log pi, in squared gradient units) and ``rewards`` (..., B). Every func
 dimensions, computes in float64 and returns U-statistics: their expectation over blocks is exact at any B
 that is large enough. So blocks are averaged, and then prompts. Formulas: docs/method.md, section 4.
 
+A block may come from another law than the policy's: ``weights`` (``weighted.Weights``), 1 by default. An average over distinct
+members weighs each of them once. In a sum over all indices a member that stands twice has its weight twice, and this is
+what is subtracted.
+
 There are two kinds of moments:
 * Moments of pairs. They give the trace of GRPO and of prompt-only baselines in closed form at every K.
 * Moments of resampled groups, where a continuation's weight depends on its whole group in a way that is not a plain
@@ -23,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from Gradient_evaluation.stats.advantages import group_advantages
+from Gradient_evaluation.stats.weighted import Weights
 
 MIN_BLOCK = 4  # ||theta||^2 needs two disjoint pairs
 GROUPS_PER_BLOCK = 256  # more would only reduce the noise of the choice of groups, which is small beside the block's own
@@ -39,7 +44,7 @@ def off_diagonal(gram: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.nd
     return (everything - diagonal) / (size * (size - 1))
 
 
-def prompt_only_coefficients(gram: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+def prompt_only_coefficients(gram: np.ndarray, rewards: np.ndarray, weights: Weights | None = None) -> np.ndarray:
     """The trace of Var[g (Z - b)] as a quadratic in b: returns (..., 3), the A, N, D of A - 2 b N + b^2 D.
 
     For a b fixed independently of the block, each coefficient is unbiased (b = 0 vanilla, b = V oracle):
@@ -48,9 +53,10 @@ def prompt_only_coefficients(gram: np.ndarray, rewards: np.ndarray) -> np.ndarra
     """
     square = np.einsum("...ii->...i", gram)
     one = np.ones_like(rewards)
+    w, shares = weights or Weights(one)
     return np.stack(
         [
-            (left * right * square).mean(-1) - off_diagonal(gram, left, right)
+            (w * left * right * square).mean(-1) / shares[0] - off_diagonal(gram, w * left, w * right) / shares[1]
             for left, right in ((rewards, rewards), (rewards, one), (one, one))
         ],
         axis=-1,
@@ -86,19 +92,21 @@ class PairMoments(NamedTuple):
         return self.same_pair - self.disjoint
 
 
-def pair_coefficients(rewards: np.ndarray) -> np.ndarray:
-    """C (..., B, B) with sum_j h_ij = sum_k C_ik g_k; rewards (..., B), best centred (only differences matter)."""
+def pair_coefficients(rewards: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """C (..., B, B) with sum_j w_j h_ij = sum_k C_ik g_k; both (..., B), rewards best centred (only differences matter)."""
     size = rewards.shape[-1]
-    row, column = rewards[..., :, None], rewards[..., None, :]
-    own = size * row - rewards.sum(-1)[..., None, None]
-    return (np.eye(size) * own - row + column) / 2
+    row, column, w = rewards[..., :, None], rewards[..., None, :], weights[..., None, :]
+    own = weights.sum(-1)[..., None, None] * row - (weights * rewards).sum(-1)[..., None, None]
+    return (np.eye(size) * own - w * row + w * column) / 2
 
 
-def pair_moments(gram: np.ndarray, rewards: np.ndarray) -> PairMoments:
+def pair_moments(gram: np.ndarray, rewards: np.ndarray, weights: Weights | None = None) -> PairMoments:
     """The three unbiased moments that fix GRPO's covariance at every K, in O(B^3) (B >= 4).
 
     Sums over all ordered index tuples are matrix products, from which the sums over equal indices are subtracted:
     S2 = sum_ij ||h_ij||^2, S1 = sum over j != k of <h_ij, h_ik>, S4 = sum over four distinct indices.
+    With weights the sum of S1 has a pair twice where w_i w_j^2 ||h_ij||^2 stands, and that of S4 has a chain
+    w_i^2 w_j w_k <h_ij, h_ik> four times and a pair w_i^2 w_j^2 ||h_ij||^2 twice.
     """
     size = gram.shape[-1]
     if size < MIN_BLOCK:
@@ -107,14 +115,26 @@ def pair_moments(gram: np.ndarray, rewards: np.ndarray) -> PairMoments:
     square = np.einsum("...ii->...i", gram)
     difference = rewards[..., :, None] - rewards[..., None, :]
     distance = square[..., :, None] + square[..., None, :] - 2 * gram
-    pairs = (difference**2 * distance).sum((-2, -1)) / 4
-    coefficients = pair_coefficients(rewards)
-    chains = ((coefficients @ gram) * coefficients).sum((-2, -1)) - pairs
-    total = coefficients.sum(-2)
+    values, shares = weights or Weights(np.ones_like(rewards))
+    w, v = values[..., :, None], values[..., None, :]
+    squares = difference**2 * distance
+    coefficients = pair_coefficients(rewards, values)
+    images = (coefficients @ gram) * coefficients
+
+    def pairs_and_chains(left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sums over distinct members of left_i w_j^2 ||h_ij||^2, and of left_i w_j w_k <h_ij, h_ik>."""
+        pairs = (left * v**2 * squares).sum((-2, -1)) / 4
+        return pairs, (left * images).sum((-2, -1)) - pairs
+
+    pairs = (w * v * squares).sum((-2, -1)) / 4
+    chains = pairs_and_chains(w)[1]
+    total = (w * coefficients).sum(-2)
     everything = np.einsum("...i,...ij,...j->...", total, gram, total)
-    disjoint = everything - 4 * chains - 2 * pairs
+    repeated_pairs, repeated_chains = pairs_and_chains(w**2)
+    disjoint = everything - 4 * repeated_chains - 2 * repeated_pairs
     ordered = size * (size - 1)
-    return PairMoments(pairs / ordered, chains / (ordered * (size - 2)), disjoint / (ordered * (size - 2) * (size - 3)))
+    triples, quadruples = ordered * (size - 2), ordered * (size - 2) * (size - 3)
+    return PairMoments(pairs / ordered / shares[1], chains / triples / shares[2], disjoint / quadruples / shares[3])
 
 
 def group_trace(moments: PairMoments, group_size: int | np.ndarray) -> np.ndarray:
@@ -130,7 +150,7 @@ def group_trace(moments: PairMoments, group_size: int | np.ndarray) -> np.ndarra
     return 4 * zeta1 / group_size + (2 * zeta2 - 4 * zeta1) / (group_size * (group_size - 1))
 
 
-def mixture_coefficients(gram: np.ndarray, rewards: np.ndarray) -> np.ndarray:
+def mixture_coefficients(gram: np.ndarray, rewards: np.ndarray, weights: Weights | None = None) -> np.ndarray:
     """Covariance of GRPO with the prompt-only estimator at baseline mu, linear in mu: (..., 2), the u, v below.
 
     Over a group of K: E<GRPO - E, prompt_only - E> = (2/K) (u - mu v), where u and v are
@@ -138,14 +158,15 @@ def mixture_coefficients(gram: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     ||theta||^2 keeps it exact for scores whose mean is not 0.
     """
     size = gram.shape[-1]
-    coefficients = pair_coefficients(rewards - rewards.mean(-1, keepdims=True))
+    w, shares = weights or Weights(np.ones_like(rewards))
+    coefficients = pair_coefficients(rewards - rewards.mean(-1, keepdims=True), w)
     own = np.einsum("...ij,...ji->...i", coefficients, gram)
-    total = np.einsum("...ki,...ij->...j", coefficients, gram)
+    total = np.einsum("...ki,...ij->...j", w[..., :, None] * coefficients, gram)
     result = []
     for factor in (rewards, np.ones_like(rewards)):
-        shared = (factor * own).sum(-1)
-        disjoint = (factor * total).sum(-1) - 2 * shared
-        result.append((shared - disjoint / (size - 2)) / (size * (size - 1)))
+        shared = (w * factor * own).sum(-1)
+        disjoint = (w * factor * total).sum(-1) - 2 * (w**2 * factor * own).sum(-1)
+        result.append((shared / shares[1] - disjoint / (size - 2) / shares[2]) / (size * (size - 1)))
     return np.stack(result, axis=-1)
 
 

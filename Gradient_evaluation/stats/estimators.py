@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from Gradient_evaluation.stats.prompts import PromptMoments
 
 NO_TARGET = Missing("its target is not theta")
+NO_WEIGHTED_GROUPS = Missing(
+    "the continuations have importance weights, and a resampled group would need the product of all its weights; sample "
+    "from the model itself"
+)
+CROSS_FITTED = "cross-fitted"  # V(x) from the other blocks of the prompt, not from an oracle table
 
 
 class Moments(NamedTuple):
@@ -44,6 +49,7 @@ class Moments(NamedTuple):
     scale: float | None = None  # where E[ghat | x] = scale * theta(x) exactly
     weight: np.ndarray | None = None  # how much each prompt counts: P(keep) where groups are dropped
     notes: Mapping[str, float] = {}  # further numbers for the results, such as a fitted weight
+    variant: str | None = None  # what title and label add, where what was computed is not plainly the entry
 
 
 class Estimator(NamedTuple):
@@ -53,7 +59,7 @@ class Estimator(NamedTuple):
     moments: Callable[[PromptMoments, int], Moments] | None = None  # of the prompts at one K
     group: str | None = None  # instead of ``moments``: a kind of advantages.group_advantages
     extra_rollout: str | None = None  # a continuation that is sampled beside the groups: "greedy"
-    direction: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None  # rewards, lengths (B,) -> weights (B,)
+    direction: Callable[..., np.ndarray] | None = None  # rewards, lengths, importance weights if any (B,) -> weights (B,)
     other_target: str | None = None  # what it estimates, if that is not theta
     drop_silent: bool = False
     per_token: bool = False
@@ -70,6 +76,16 @@ def prompt_only(prompts: PromptMoments, group_size: int, baseline: np.ndarray | 
     if isinstance(baseline, Missing):
         return unbiased(prompts, baseline)
     return unbiased(prompts, prompt_only_trace(prompts.coefficients, baseline - prompts.centre) / group_size)
+
+
+def oracle(prompts: PromptMoments, group_size: int) -> Moments:
+    """b = V(x): of the oracle table, or where there is none of the prompt's other blocks (``prompts.cross_fitted_oracle``)."""
+    if not isinstance(prompts.oracle_value, Missing):
+        return prompt_only(prompts, group_size, prompts.oracle_value)
+    trace = prompts.cross_fitted_trace
+    if isinstance(trace, Missing):
+        return unbiased(prompts, trace)
+    return unbiased(prompts, trace / group_size, variant=CROSS_FITTED)
 
 
 def best_baseline(prompts: PromptMoments, group_size: int) -> Moments:
@@ -145,6 +161,8 @@ def length_normalised(prompts: PromptMoments, group_size: int) -> Moments:
 
 def resampled(prompts: PromptMoments, kind: str, group_size: int) -> Moments:
     """(1/K) sum_i A_i g_i for a kind of advantages, from the moments of resampled groups."""
+    if prompts.weighted:
+        return Moments(*[NO_WEIGHTED_GROUPS] * 4)
     found, theta_sq = prompts.groups[kind, group_size], prompts.pairs.theta_sq
     signal = trace = bias = _too_small(group_size, 2 * group_size)
     mse: np.ndarray | Missing = _too_small(group_size, group_size + 2)
@@ -167,6 +185,8 @@ def given_kept(prompts: PromptMoments, found: Moments, group_size: int) -> Momen
     ``kept_beside_a_pair``, which removes most of the bias. A prompt whose rewards are all equal has P = 0 and weighs
     nothing.
     """
+    if prompts.weighted:
+        return Moments(*[NO_WEIGHTED_GROUPS] * 2)
     kept = np.array([1 - each.silent_share(group_size) for each in prompts.outcomes])
     if not _complete(kept):
         why = Missing(f"the share of silent groups at K={group_size} needs at least {group_size} continuations of every prompt")
@@ -212,14 +232,21 @@ def _too_small(group_size: int, needed: int) -> Missing:
     return Missing(f"K={group_size} needs a block of at least {needed} continuations of every prompt")
 
 
-def leave_one_out_weights(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """(B,): the weights of GRPO's scores in a block of rewards (B,)."""
-    return group_advantages(rewards, "leave_one_out") / len(rewards)
+def leave_one_out_weights(rewards: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+    """(B,): the weights of GRPO's scores in a block of rewards (B,), which may have importance weights (B,).
+
+    With weights w it is the mean of w_i w_j h_ij over i != j over that of w_i w_j:
+    w_k (W Z_k - S) / (W^2 - sum w^2), W = sum w, S = sum w Z.
+    """
+    if weights is None:
+        return group_advantages(rewards, "leave_one_out") / len(rewards)
+    whole, centred = weights.sum(), rewards - rewards.mean()
+    return weights * (whole * centred - weights @ centred) / (whole**2 - weights @ weights)
 
 
-def weights_by_length(rewards: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def weights_by_length(rewards: np.ndarray, lengths: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
     """(B,): the same for scores g / length."""
-    return leave_one_out_weights(rewards, lengths) / np.maximum(lengths, 1)
+    return leave_one_out_weights(rewards, lengths, weights) / np.maximum(lengths, 1)
 
 
 BY_STD = "theta scaled by the group's standard deviation"
@@ -231,7 +258,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo": Estimator(
         "GRPO as in the paper: leave-one-out mean (RLOO)", leave_one_out, direction=leave_one_out_weights, label="GRPO"
     ),
-    "oracleV": Estimator("oracle baseline V(x)", lambda p, k: prompt_only(p, k, p.oracle_value), label="oracle V(x)"),
+    "oracleV": Estimator("oracle baseline V(x)", oracle, label="oracle V(x)"),
     "best_baseline": Estimator("floor: best prompt-only baseline", best_baseline, label="floor b*(x)"),
     "mean_reward": Estimator("mean reward of the other prompts", lambda p, k: prompt_only(p, k, mean_of_others(p))),
     "greedy": Estimator(
@@ -310,16 +337,22 @@ def sketched_names(names: Sequence[str]) -> list[str]:
     return [REFERENCE, *sorted(name for name, entry in entries.items() if entry.group or entry.direction)]
 
 
-def sketch_weights(names: Sequence[str], rewards: np.ndarray, lengths: np.ndarray, group_size: int) -> np.ndarray:
-    """Weights (len(names), B) of the scores of one block; ``names`` as of ``sketched_names``, rewards and lengths (B,).
+def sketch_weights(
+    names: Sequence[str], rewards: np.ndarray, lengths: np.ndarray, group_size: int, weights: np.ndarray | None = None
+) -> np.ndarray:
+    """Weights (len(names), B) of the scores of one block; ``names`` as of ``sketched_names``, the others (B,).
 
-    Silent groups count as 0, so the sum over blocks weighs each block by its P(keep). The division by the mean
-    length of the batch is left out: only directions are compared.
+    weights: importance weights; ValueError for a name with resampled groups, which have none. Silent groups count as 0, so
+    the sum over blocks weighs each block by its P(keep). The division by the mean length of the batch is left out: only
+    directions are compared.
     """
     entries = [ESTIMATORS[name] for name in names]
+    if weights is not None and any(entry.group for entry in entries):
+        raise ValueError(NO_WEIGHTED_GROUPS.reason)
+    importance = () if weights is None else (weights,)
     return np.stack(
         [
-            entry.direction(rewards, lengths)
+            entry.direction(rewards, lengths, *importance)
             if entry.direction
             else mean_group_weights(entry.group, rewards, lengths, group_size)
             for entry in entries

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from Gradient_evaluation.stats.bootstrap import Estimate, PromptBootstrap
-from Gradient_evaluation.stats.estimators import DEFAULT, ESTIMATORS, Moments, moments_of, resolve
+from Gradient_evaluation.stats.estimators import DEFAULT, ESTIMATORS, Moments, label_of, moments_of, resolve
 from Gradient_evaluation.stats.missing import Missing, with_reasons
 from Gradient_evaluation.stats.prompts import CLASSES, PromptMoments, reduce_prompts
 
@@ -28,6 +28,9 @@ PUBLISHED = ("naive", "grpo", "oracleV")
 FLOOR = "best_baseline"
 LABELS = {"all": "there", "right": "right", "wrong": "wrong", "above": "above V(x)", "not_above": "not above V(x)"}
 SPLITS = {True: "right: reward 1; wrong: reward 0", False: "right: reward above V(x); wrong: reward not above V(x)"}
+SPLIT_WITHOUT_V = (
+    "right: reward above the mean reward of its prompt (above V(x), where that is known); wrong: reward not above it"
+)
 
 
 def prompt_trace_covs(
@@ -62,6 +65,7 @@ def summarise(prompts: PromptMoments, K_list: Sequence[int], bootstrap: PromptBo
     has a text under its dotted path (``"signal_to_noise.grpo"``).
 
     K_list, n_prompts, n_blocks, n_continuations;
+    V_source: "table", or "cross-fitted" where V(x) comes from the other blocks of the prompt;
     conditional_on_x {naive, grpo, oracleV: list}: mean over prompts of trace(Cov | x), the published keys;
     conditional_on_x_ci95; best_baseline: list, the floor; best_baseline_ci95;
     theta_norm_sq, theta_norm_sq_ci95: mean over prompts of ||theta(x)||^2;
@@ -80,6 +84,7 @@ def summarise(prompts: PromptMoments, K_list: Sequence[int], bootstrap: PromptBo
             "n_prompts": len(prompts),
             "n_blocks": int(prompts.n_blocks.sum()),
             "n_continuations": int(prompts.n_outcomes[:, 0].sum()),
+            "V_source": prompts.V_source,
             **_published(table),
             "theta_norm_sq": theta.value_or_missing(),
             "theta_norm_sq_ci95": theta.interval_or_missing(),
@@ -102,7 +107,7 @@ def _published(table: dict) -> dict:
 
 
 def _compare(prompts: PromptMoments, name: str, K_list: Sequence[int], bootstrap: PromptBootstrap) -> dict:
-    """One estimator in full: {title, target, then lists aligned with K_list, each with a ``_ci95`` beside it}.
+    """One estimator in full: {title, label, target, then lists aligned with K_list, each with a ``_ci95`` beside it}.
 
     trace_cov; squared_bias and mse (where the target is theta); signal_to_noise ||E ghat||^2 / trace(Cov);
     effective_group_size: the K >= 2 at which plain GRPO has that signal-to-noise ratio; continuations_per_group: K, or
@@ -111,7 +116,8 @@ def _compare(prompts: PromptMoments, name: str, K_list: Sequence[int], bootstrap
     """
     entry = ESTIMATORS[name]
     moments = [moments_of(prompts, name, size) for size in K_list]
-    result: dict = {"title": entry.title, "target": entry.other_target or "theta"}
+    variant = f", {moments[0].variant}" if moments[0].variant else ""
+    result: dict = {"title": entry.title + variant, "label": label_of(name) + variant, "target": entry.other_target or "theta"}
     for quantity, measure in QUANTITIES.items():
         estimates = [measure(prompts, each, size, bootstrap) for each, size in zip(moments, K_list)]
         result[quantity] = [estimate.value_or_missing() for estimate in estimates]
@@ -284,17 +290,25 @@ def _on_policy_warning(self_normalised: float | None, n_blocks: int) -> str | No
 def _score_norms(prompts: PromptMoments, bootstrap: PromptBootstrap) -> dict:
     """{all, right, wrong: {mean, ci95, n_continuations}, split}: mean ||g||^2 of continuations.
 
-    split says in words which ones right and wrong are: rewards 1 and 0; for other rewards, above V(x) and not above.
+    split says in words which ones right and wrong are: rewards 1 and 0; for other rewards, above V(x) and not above, or
+    without V(x) the prompt's mean reward.
     """
+    labels, split = LABELS, SPLITS[prompts.zero_one]
+    if not prompts.zero_one and isinstance(prompts.oracle_value, Missing):
+        split = SPLIT_WITHOUT_V
+        labels = {
+            **LABELS,
+            **{kind: LABELS[kind].replace("V(x)", "its prompt's mean reward") for kind in ("above", "not_above")},
+        }
     result: dict = {}
     columns = ("all", "right", "wrong") if prompts.zero_one else ("all", "above", "not_above")
     for name, kind in zip(("all", "right", "wrong"), columns):
         column = CLASSES.index(kind)
         count = int(prompts.n_outcomes[:, column].sum())
-        estimate = Estimate(None, None, f"no continuation is {LABELS[kind]}")
+        estimate = Estimate(None, None, f"no continuation is {labels[kind]}")
         if count:
             share = prompts.outcome_share[:, column]
-            estimate = bootstrap.share_ratio(prompts.score_norm_sq[:, column], share, f"share of {LABELS[kind]} continuations")
+            estimate = bootstrap.share_ratio(prompts.score_norm_sq[:, column], share, f"share of {labels[kind]} continuations")
         mean, interval = estimate.value_or_missing(), estimate.interval_or_missing()
         result[name] = {"mean": mean, "ci95": interval, "n_continuations": count}
-    return {**result, "split": SPLITS[prompts.zero_one]}
+    return {**result, "split": split}

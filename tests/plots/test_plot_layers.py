@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from matplotlib.text import Text
-from results_files import deep, results
+from results_files import deep, notes, results
 from scripts import ROOT, call, read
 
 from Gradient_evaluation import run_tracecov
@@ -104,6 +104,18 @@ def test_a_model_without_repeated_layers_is_drawn(draw):
     assert [text.get_text() for text in ax.get_xticklabels()] == ["a", "b"]
     values = list(next(iter(points(ax).values())).values())
     assert values[0] == 1 and np.isnan(values[1])  # a logarithmic axis cannot show it
+
+
+def test_modules_without_an_oracle_are_drawn_and_say_why():
+    made = deep(3)
+    made["by_layer"]["trace_cov"]["oracleV"] = None
+    made["reasons"] = {"by_layer.trace_cov.oracleV": "V(x) is not known"}
+    _, ax = plot_layers(made, 4)
+    assert set(points(ax)) == {"vanilla", "GRPO"} and notes(ax) == "oracle V(x) not computed: V(x) is not known"
+    _, ax = plot_module_kinds(made, 4)  # of GRPO, which needs no V(x)
+    assert sum(y for curve in points(ax).values() for y in curve.values()) == pytest.approx(
+        sum(made["by_layer"]["trace_cov"]["grpo"][0])
+    )
 
 
 @pytest.mark.parametrize(

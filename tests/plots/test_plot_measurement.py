@@ -297,13 +297,30 @@ def test_grams_of_a_recomputed_run_are_those_it_names(path, small_run, tmp_path)
     assert len(load_measurement(elsewhere, compare_at=2).moments) == 12
 
 
-def test_results_without_oracle_values_say_so(measured):
-    bare = replace(measured, grams=replace(measured.grams, oracle_value=Missing("no oracle value V(x) (12 of 12 prompts)")))
-    for draw in AT_ONE_K:
-        with pytest.raises(UserError, match="no oracle value"):
-            draw(bare, 4)
+def test_without_oracle_values_pictures_take_the_mean_reward(measured):
+    grams = replace(measured.grams, oracle_value=Missing("no oracle value V(x) (12 of 12 prompts)"))
+    label = {"label": "oracle V(x), cross-fitted"}
+    bare = replace(measured, grams=grams, compared={"oracleV": label})
+    for draw in (plot_prompt_traces, plot_best_baselines):
+        _, ax = draw(bare, 4)
+        assert ax.get_xlabel().startswith("V(x), estimated by the prompt's mean reward")
+    _, ax = plot_prompt_traces(bare, 4)
+    assert set(starting(lines(ax), "GRPO")[0]) <= set(grams.mean_reward)
+    assert any(name.startswith("oracle V(x), cross-fitted") for name in lines(ax))
+    _, ax = plot_variance_shares(bare, 4)
+    assert "oracle V(x), cross-fitted" in ax.get_legend_handles_labels()[1]
     _, ax = plot_any_group_size(bare)
-    assert notes(ax) == "oracle V(x) not computed: no oracle value V(x) (12 of 12 prompts)"
+    assert "oracle V(x), cross-fitted" in lines(ax)
+
+
+def test_an_oracle_that_nothing_gives_is_named_below_the_axis(measured):
+    missing = Missing("there is only one block")
+    bare = replace(measured, grams=replace(measured.grams, oracle_value=missing, cross_fitted_trace=missing))
+    for draw in (plot_prompt_traces, plot_variance_shares):
+        _, ax = draw(bare, 4)
+        assert notes(ax) == "oracle V(x) not computed: there is only one block"
+    _, ax = plot_any_group_size(bare)
+    assert notes(ax) == "oracle V(x) not computed: there is only one block"
     assert {"vanilla", "GRPO"} < set(lines(ax)) and "oracle V(x)" not in lines(ax)
 
 

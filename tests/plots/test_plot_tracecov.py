@@ -7,7 +7,7 @@ from results_files import notes, results
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.results import load_results
 from plots.style import CURVES, save_figure, short_lines
-from plots.tracecov import plot_tracecov
+from plots.tracecov import plot_by_estimator, plot_tracecov
 
 FLOOR = CURVES["best_baseline"].label
 
@@ -48,6 +48,15 @@ def test_missing_curves_are_named_below_the_axis():
     _, ax = plot_tracecov(results(conditional_on_x=without_v, reasons=reasons))
     assert notes(ax) == "oracle V(x) not computed: no oracle value V(x) (2 of 500 prompts)"
     assert not plot_tracecov(results())[1].texts
+
+
+def test_a_cross_fitted_oracle_is_called_so():
+    made = results(estimators={"oracleV": {"label": "oracle V(x), cross-fitted"}})
+    assert list(drawn(plot_tracecov(made)[1]))[2] == "oracle V(x), cross-fitted"
+    _, axes = plot_by_estimator([made, made])
+    assert "oracle V(x), cross-fitted" in [ax.get_title() for ax in axes]
+    _, axes = plot_by_estimator([made, results()])
+    assert "oracle V(x)" in [ax.get_title() for ax in axes]
 
 
 @pytest.mark.parametrize("floor", [[3.0, 1.5, 0.75], [None] * 3])

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from results_files import deep, law
+from results_files import deep, group_size_law
 from results_files import results as made_up
 
 from Gradient_evaluation.errors import UserError
@@ -59,7 +59,7 @@ def test_cells_are_short_and_pictures_explained():
             sentences = re.findall(r"\w[^.]*?[.](?=\s|$)", re.sub(r"(?<=\d)\.(?=\d)|\.(?=\w)", "", text))
             assert 2 <= len(sentences) <= 3, text
             assert "$" not in text and "\\" not in text  # formulas would need a script to be shown
-    assert pictures == 12
+    assert pictures == 13
 
 
 def test_the_first_code_cell_sets_what_is_read():
@@ -69,7 +69,7 @@ def test_the_first_code_cell_sets_what_is_read():
 
 @pytest.fixture(scope="module")
 def full(small_run, tmp_path_factory):
-    """The notebook executed from plots/ on a small run with traces by module, a second run and training runs."""
+    """The notebook executed from plots/ on a small run with traces by module and kinds, a second run and training runs."""
     folder = tmp_path_factory.mktemp("more")
     runs = {
         f"G{size}_seed{seed}": {"G": size, "seed": seed, "train_reward": [0.1] * 5, "held_out_reward": 0.4 + seed / 9}
@@ -80,7 +80,8 @@ def full(small_run, tmp_path_factory):
     results = folder / "tracecov_tiny_model.json"
     second = json.loads((small_run / "tracecov_tiny_model.json").read_text())
     layers = {**deep()["by_layer"], "trace_cov_ci95": {}}  # of K = 4, 8, 16; the run is of 2, 4, 8
-    results.write_text(json.dumps({**second, "by_layer": layers, "group_size_law": law()}))
+    kinds = {"column": "kind", "values": {"sum": second, "quotient": second}}  # each value has the numbers of a run
+    results.write_text(json.dumps({**second, "by_layer": layers, "by_group": kinds, "group_size_law": group_size_law()}))
     (folder / "grams").symlink_to(small_run / "grams")
     second["law"]["temperature"] = 0.5
     (folder / "tracecov_cooler.json").write_text(json.dumps(second))
@@ -90,7 +91,7 @@ def full(small_run, tmp_path_factory):
 
 def test_on_a_whole_run_every_picture_is_drawn_and_described(full):
     shown, said = images(full), printed(full)
-    assert len(shown) == 12 and all(out["metadata"]["image/png"]["alt"] for out in shown)
+    assert len(shown) == 13 and all(out["metadata"]["image/png"]["alt"] for out in shown)
     assert "not computed: greedy: " in said and "not shown" not in said
 
 
@@ -107,7 +108,7 @@ def bare(small_run, tmp_path_factory):
 def test_each_missing_part_is_one_line(bare):
     assert len(images(bare)) == 3  # the paper's figure, the ratio and the estimators need no Grams
     reasons = [line for line in printed(bare).splitlines() if line.startswith("not shown: ")]
-    assert len(reasons) == 9 and sum("there are no Grams beside tracecov_bare.json" in line for line in reasons) == 5
+    assert len(reasons) == 10 and sum("there are no Grams beside tracecov_bare.json" in line for line in reasons) == 5
     for text in ("name them in COMPARE", "holds no group_size_law", "no traces by module", "are no training runs"):
         assert any(text in line for line in reasons)
 
@@ -127,6 +128,7 @@ def test_page_names_what_it_leaves_out_in_a_closing_line(bare):
         "Several results beside each other (no other results were given)",
         "The on-policy check, Any group size (",
         "Where in the network? (the results hold no traces by module)",
+        "Kinds of prompts (the results hold no kinds of prompts)",
         "Training (there are no training runs)",
     ):
         assert part in closing

@@ -13,10 +13,12 @@ from Gradient_evaluation.gram import ScoreGram
 from Gradient_evaluation.gram import scoring as gram_scoring
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.measure import Measurement, score_gram, scored
+from Gradient_evaluation.runs.oracle_table import OracleRow
 from Gradient_evaluation.runs.rewards import resolve_rewards
 from Gradient_evaluation.runs.source import Sampled
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw
+from Gradient_evaluation.stats.prompts import reduce_prompts
 
 
 def flags(**changed):
@@ -70,3 +72,20 @@ def test_the_audited_block_is_as_large_as_the_blocks_of_the_run():
     wrong = looks_up_scaled(tiny_model("llama", vocab_size=5, eos_token_id=0, bos_token_id=None), from_rows=24)
     with pytest.raises(UserError, match="embed_tokens.weight is off"):
         audit_of_a_run(wrong, 24)
+
+
+@pytest.mark.parametrize("value, M", [(None, 2), (None, 1), (0.5, 2)])
+def test_modules_have_a_cross_fitted_trace_where_v_is_unknown(value, M):
+    """They add up to the prompt's own; with a V(x), or one block, there is none."""
+    model = tiny_model("llama", vocab_size=5, eos_token_id=0, bos_token_id=None)
+    args = flags(temperature=1.0, K_list=[4, 8], block_size=8, by_layer=True, reward="integer", M=M)
+    row = OracleRow("p", "1", {"kind": "sum", "tags": [1]}, "problems.jsonl, line 1", 0, value, None, None)
+    with score_gram(model, args) as gram:
+        source = Sampled(model, tiny_tokenizer(), args, resolve_rewards("integer"))
+        record = Measurement(model, gram, source, args).measure(row, [1, 2, 3], 0)
+    assert record.columns == {"kind": "sum"}
+    if value is not None or M == 1:
+        assert record.module_oracle is None
+        return
+    whole = reduce_prompts([record]).cross_fitted_trace
+    assert whole[0] > 0 and record.module_oracle.sum() == pytest.approx(whole[0], rel=1e-4)

@@ -31,8 +31,7 @@ from scripts import (
 from tiny_models import enumerable_policy, law_log_probs, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs import prompts
+from Gradient_evaluation.runs import gram_store, prompts
 from Gradient_evaluation.sampling.law import SamplingLaw
 
 BLOCKS = ("--K_list", 4, 8, "--block_size", 8)
@@ -248,7 +247,8 @@ def test_another_reward_needs_no_model_where_the_grams_are(policy, in_place, bac
             assert "made under --reward integer, not under --reward last_integer" in why
             assert f"run_tracecov.py --rollouts {rollouts} --model {policy} --reward last_integer" in why
         assert found["law"]["reward"] == "last_integer"
-        assert found["conditional_on_x"]["oracleV"] == [None, None]  # V(x) of the table belongs to its own reward
+        assert found["V_source"] == "cross-fitted"  # V(x) of the table belongs to its own reward
+        agree(found["conditional_on_x"]["oracleV"], measured["conditional_on_x"]["oracleV"])
     assert {path: path.read_bytes() for path in (tmp_path / "old" / "grams").iterdir()} == grams
     assert measure(policy, [rollouts], tmp_path / "old", *BLOCKS)[0] == 0  # the old rewards again
     assert read(tmp_path / "old" / RESULTS)["group_size_law"]["c1"] is not None
@@ -344,19 +344,17 @@ def test_a_prompt_finished_before_without_rollouts_is_said(policy, table, tmp_pa
 # ------------------------------------------------------------------------------------------------ prompts of a data set
 
 
-def test_a_data_set_gives_every_curve_but_the_oracles(policy, problems, table, in_place, tmp_path, capsys):
+def test_a_data_set_gives_every_curve(policy, problems, table, in_place, tmp_path, capsys):
     model = ("--model", policy, "--dataset", problems, "--save_json", tmp_path, "--skip_plot", "--by_layer")
     code, out, _ = call(run_tracecov, *model, *FLAGS, *BLOCKS, "--M", 3, capsys=capsys)
-    assert code == 0 and "no oracle value V(x)" in out
+    assert code == 0 and "oracle V(x), cross-fitted" in out
     found, wanted = read(tmp_path / RESULTS), read(in_place / RESULTS)
     for name in ("naive", "grpo"):
         agree(found["estimators"][name], wanted["estimators"][name])
     agree(found["group_size_law"], wanted["group_size_law"])
-    assert found["conditional_on_x"]["oracleV"] == [None, None] == found["conditional_on_x_ci95"]["oracleV"]
-    assert "no oracle value" in found["reasons"]["estimators.oracleV.mse"]
-    assert set(found["by_layer"]["trace_cov"]) == {"naive", "grpo"}
-    rows = detailed_rows(tmp_path / "tracecov_four tokens_K4_detailed.json")
-    assert [row["V_oracle"] for row in rows] == [row["tr_cov"]["oracleV"] for row in rows] == [None] * 5
+    assert found["V_source"] == "cross-fitted" and wanted["V_source"] == "table"
+    agree(np.sum(found["by_layer"]["trace_cov"]["oracleV"], axis=1), found["conditional_on_x"]["oracleV"])
+    assert [row["V_oracle"] for row in detailed_rows(tmp_path / "tracecov_four tokens_K4_detailed.json")] == [None] * 5
     code, out, _ = call(run_tracecov, *model, *FLAGS, *BLOCKS, "--M", 3, capsys=capsys)
     assert code == 0 and "finished before, nothing left to do" in out
     # A table that comes later adds its values: nothing is sampled again.

@@ -166,7 +166,7 @@ def test_weights_that_the_grams_do_not_have_are_one_line(two, made, tmp_path, ca
     one_line_error(huge, "--reward_weights: a weighted sum of rewards whose size is neither 0 nor from 1e-30 to 1e30")
 
 
-def test_without_v_of_each_reward_the_oracle_has_no_other_weights(two, policy, tmp_path):
+def test_without_v_of_each_reward_the_oracle_is_cross_fitted(two, policy, tmp_path):
     rows = [{name: value for name, value in row.items() if name != "V_components"} for row in rows_of(two / TABLE)]
     (tmp_path / TABLE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     law = read(two / "grams" / "run.json")
@@ -174,9 +174,8 @@ def test_without_v_of_each_reward_the_oracle_has_no_other_weights(two, policy, t
     assert tracecov(policy, tmp_path / TABLE, tmp_path, *SIZES, *flags)[0] == 0
     assert from_grams(tmp_path / "grams", tmp_path / "b", "--K_list", 2, 4, "--reward_weights", 1, 1)[0] == 0
     before, after = read(tmp_path / RESULTS), read(tmp_path / "b" / RESULTS)
-    assert before["conditional_on_x"]["oracleV"][0] > 0 and after["conditional_on_x"]["oracleV"] == [None, None]
-    assert "oracle value" in after["reasons"]["conditional_on_x.oracleV"] and after["conditional_on_x"]["grpo"][0] > 0
-    assert "oracle value" in before["by_reward"]["own.py:shape"]["reasons"]["conditional_on_x.oracleV"]
+    assert before["V_source"] == "table" and after["V_source"] == "cross-fitted"
+    assert after["conditional_on_x"]["oracleV"][0] > 0 and before["by_reward"]["own.py:shape"]["V_source"] == "cross-fitted"
 
 
 # --- samples that a reward leaves out ---

@@ -453,7 +453,7 @@ def test_every_null_in_the_results_has_its_reason(n_prompts, sizes):
     keys = {tuple(entry) for entry in results["estimators"].values()}
     assert len(keys) == 1
     for entry in results["estimators"].values():
-        assert all(len(value) == 3 for key, value in entry.items() if key not in ("title", "target"))
+        assert all(len(value) == 3 for key, value in entry.items() if key not in ("title", "label", "target"))
     assert set(nulls(results)) == {path for path in results["reasons"]}
     assert all(isinstance(reason, str) and reason for reason in results["reasons"].values())
     assert json.loads(json.dumps(results, allow_nan=False)) == results

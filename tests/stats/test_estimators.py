@@ -349,10 +349,13 @@ def test_a_bad_block_is_refused_by_the_name_of_its_prompt(spoil, message):
 
 def test_missing_or_bad_oracle_values_are_a_reason_or_an_error():
     records = make_records(n_prompts=3)
-    records[1].oracle_value = None
+    records[1].oracle_value, records[1].blocks = None, records[1].blocks[:1]
     results = summary_of(records, [4], 10)
-    assert results["conditional_on_x"]["oracleV"] == [None]
-    assert "1 of 3 prompts" in results["reasons"]["conditional_on_x.oracleV"]
+    assert results["conditional_on_x"]["oracleV"] == [None] and results["V_source"] is None
+    for path in ("conditional_on_x.oracleV", "V_source"):
+        assert "only one block; raise --M" in results["reasons"][path] and "1 of 3 prompts" in results["reasons"][path]
+    assert results["estimators"]["oracleV"]["label"] == "oracle V(x)"
+    assert None not in (*results["conditional_on_x"]["grpo"], *results["conditional_on_x"]["naive"])
     records[1].oracle_value = float("nan")
     with pytest.raises(ValueError, match="prompt 1: the oracle value"):
         summary_of(records, [4])

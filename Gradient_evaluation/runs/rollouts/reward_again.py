@@ -28,6 +28,7 @@ OF_ITS_REWARDS = (
     "sketch_layout",
     "modules",
     "module_moments",
+    "module_oracle",
     "greedy_reward",
     "greedy_components",
     "oracle_components",
