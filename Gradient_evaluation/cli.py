@@ -198,6 +198,9 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let a checkpoint run Python code of its own; only for sources you trust",
     )
+    run.add_argument(
+        "--save_rollouts", metavar="DIR", help="also write every continuation, one parquet file a prompt (docs/rollouts.md)"
+    )
     run.add_argument("--overwrite", action="store_true", help="start afresh instead of continuing")
     run.add_argument("--quiet", action="store_true", help="no progress bar")
 

@@ -312,9 +312,17 @@ def crosses_rope_length(length: int | None, prompt_length: int, max_new_tokens: 
     return length is not None and prompt_length <= length < prompt_length + max_new_tokens - 1
 
 
-def check_prompt_length(context: int | None, prompt_ids: list[int], max_new_tokens: int) -> None:
-    """Raise UserError when prompt and continuation do not fit the model's context."""
+def check_prompt_length(context: int | None, prompt_ids: list[int], max_new_tokens: int, stored: bool = False) -> None:
+    """Raise UserError when prompt and continuation do not fit the model's context.
+
+    stored: the continuation was sampled before and has max_new_tokens tokens.
+    """
     if context is not None and len(prompt_ids) + max_new_tokens > context:
+        if stored:
+            raise UserError(
+                f"the prompt has {len(prompt_ids)} tokens and its longest continuation {max_new_tokens}, more than the model's "
+                f"context of {context}; are these rollouts of another model? --skip_long leaves such prompts out"
+            )
         raise UserError(
             f"the prompt has {len(prompt_ids)} tokens and --max_new_tokens is {max_new_tokens}, more than "
             f"the model's context of {context}; shorten it, lower --max_new_tokens, or pass --skip_long"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.cli import MOST_CONTINUATIONS, Parser, add_shared_flags, group_sizes, importing, integer, run
-from Gradient_evaluation.settings import GRAM_DTYPES, WITH_FROM_GRAMS, TracecovSettings
+from Gradient_evaluation.settings import GRAM_DTYPES, NOT_WITH_ROLLOUTS, WITH_FROM_GRAMS, TracecovSettings
 
 
 def parse_args() -> TracecovSettings:
@@ -33,14 +33,9 @@ def parse_args() -> TracecovSettings:
     add_gram_flags(parser.add_argument_group("Grams"))
     add_result_flags(parser.add_argument_group("results"), ESTIMATORS)
     args = parser.parse_args()
-    without_effect = [flag for flag in parser.given() if flag not in WITH_FROM_GRAMS]
-    if args.from_grams and without_effect:
-        parser.error(
-            f"{', '.join(without_effect)}: no effect with --from_grams, which takes what made the Grams from "
-            f"{args.from_grams}/run.json; leave out"
-        )
+    check_source(parser, args)
     args.K_list = group_sizes(args.K_list)
-    if not args.from_grams and args.M * args.K_list[-1] > MOST_CONTINUATIONS:
+    if not (args.from_grams or args.rollouts) and args.M * args.K_list[-1] > MOST_CONTINUATIONS:
         parser.error(
             f"--M {args.M} times the largest of --K_list is {args.M * args.K_list[-1]} continuations of each prompt, "
             "more than memory can hold; lower one of them"
@@ -57,15 +52,45 @@ def parse_args() -> TracecovSettings:
         parser.error(f"--params {args.params}: not a regular expression ({error})")
     if args.sketch_dim == 1:
         parser.error("--sketch_dim must be 0 or at least 2, got 1")
-    if not (args.oracle_table or args.from_grams):
-        parser.error("give --oracle_table (from calculate_oracle_v.py) or --from_grams")
     if not args.save_json:
         parser.error("--save_json is required: the folder of results and Grams")
+    if args.rollouts and "--reward" not in parser.given():
+        args.reward = None
+    if not args.dataset:
+        args.split = None
     return TracecovSettings.of(args)
+
+
+def check_source(parser: Parser, args) -> None:
+    """Refuse, in one line, more than one source of prompts or none, and flags that a source leaves without effect."""
+    given = parser.given()
+    sources = [name for name in ("oracle_table", "dataset", "rollouts", "from_grams") if getattr(args, name)]
+    without_effect = [flag for flag in given if flag not in WITH_FROM_GRAMS]
+    if args.from_grams and without_effect:
+        parser.error(
+            f"{', '.join(without_effect)}: no effect with --from_grams, which takes what made the Grams from "
+            f"{args.from_grams}/run.json; leave out"
+        )
+    if not sources:
+        parser.error("give --oracle_table (from calculate_oracle_v.py), --dataset, --rollouts or --from_grams")
+    if len(sources) > 1 and sources != ["dataset", "rollouts"]:
+        parser.error(f"give one of {' and '.join(f'--{name}' for name in sources)}")
+    if "--split" in given and not args.dataset:
+        parser.error("--split: no effect without --dataset; leave it out")
+    if args.rollouts and (without_effect := [flag for flag in given if flag in NOT_WITH_ROLLOUTS]):
+        parser.error(f"{', '.join(without_effect)}: no effect with --rollouts, which brings the continuations; leave out")
 
 
 def add_prompt_flags(group) -> None:
     group.add_argument("--oracle_table", help="table of calculate_oracle_v.py, JSONL or parquet")
+    group.add_argument(
+        "--dataset",
+        help="prompts without oracle values: hub id, or a local file or folder; with --rollouts, their ground truths",
+    )
+    group.add_argument("--split", default="train", help="split of a hub or saved data set (%(default)s)")
+    group.add_argument(
+        "--rollouts", nargs="+", metavar="FILE", help="measure these files or folders of rollouts, without sampling"
+    )
     group.add_argument(
         "--T",
         type=integer(1),

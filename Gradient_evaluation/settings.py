@@ -29,6 +29,8 @@ WITH_FROM_GRAMS = (
     "--skip_plot",
     "--quiet",
 )
+# The flags that have no effect with --rollouts, which brings the continuations.
+NOT_WITH_ROLLOUTS = ("--M", "--gen_bs", "--save_rollouts")
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Settings:
     trust_remote_code: bool
     overwrite: bool
     quiet: bool
+    save_rollouts: str | None
 
     @classmethod
     def of(cls, flags: argparse.Namespace) -> Settings:
@@ -77,9 +80,15 @@ class OracleSettings(Settings):
 
 @dataclass(frozen=True)
 class TracecovSettings(Settings):
-    """The flags of run_tracecov.py. ``estimators``: those beside the default four, aliases resolved."""
+    """The flags of run_tracecov.py. ``estimators``: those beside the default four, aliases resolved.
+
+    reward is None where the rewards of --rollouts are taken as they are.
+    """
 
     oracle_table: str | None
+    dataset: str | None
+    split: str | None
+    rollouts: tuple[str, ...] | None
     T: int
     M: int
     K_list: tuple[int, ...]  # sorted

@@ -68,7 +68,7 @@ def shortest_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def traces_by_position(results: dict, group_size: int) -> tuple[list[Position], dict[str, np.ndarray]]:
-    """Every module's position, and {naive, grpo, oracleV: (modules,) MSE} at K = ``group_size``."""
+    """Every module's position, and {naive, grpo, oracleV: (modules,) MSE} at K = ``group_size``; no oracleV without V(x)."""
     found, sizes = results.get("by_layer"), results["K_list"]
     if not isinstance(found, dict):
         raise UserError("the results hold no traces by module; measure again with --by_layer, into another --save_json folder")
@@ -76,7 +76,9 @@ def traces_by_position(results: dict, group_size: int) -> tuple[list[Position], 
         raise UserError(
             f"the traces by module are of K = {', '.join(map(str, sizes))}, not of {group_size}; choose one of these"
         )
-    values = {name: np.array(found["trace_cov"][name][sizes.index(group_size)]) for name in PUBLISHED}
+    values = {
+        name: np.array(found["trace_cov"][name][sizes.index(group_size)]) for name in PUBLISHED if name in found["trace_cov"]
+    }
     return positions_of(found["modules"]), values
 
 
@@ -88,7 +90,7 @@ def plot_layers(results: dict, group_size: int, ax=None):
     positions, values = traces_by_position(results, group_size)
     ax = new_ax(ax, height=HEIGHT)
     x, inside = _depth_axis(ax, positions), np.array([each.layer is not None for each in positions])
-    for name in PUBLISHED:
+    for name in values:
         _draw(ax, x[inside], values[name][inside], CURVES[name])
         outside = CURVES[name]._replace(label=None if inside.any() else label_of(name), line="")
         _draw(ax, x[~inside], values[name][~inside], outside)

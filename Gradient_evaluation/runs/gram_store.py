@@ -9,10 +9,11 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +23,9 @@ from Gradient_evaluation.runs.files import write_bytes_atomic
 # What NumPy and we raise on a file that is damaged or is no Gram file.
 DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, IndexError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 # The fields of a record that are one JSON text in the file, and the arrays that not every record has.
-IN_JSON = "prompt_id index prompt ground_truth oracle_value n_oracle modules sketch_names greedy_reward order".split()
+IN_JSON = "prompt_id index prompt ground_truth oracle_value n_oracle modules sketch_names greedy_reward order columns".split()
 OPTIONAL = ("module_moments", "sketch", "sketch_layout")
+LONGEST_TEXT = 200  # of a column that is kept with the record
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,20 @@ class GramRecord:
     """The measurement of one prompt: N continuations in blocks of B_1, B_2, ... (summing to N).
 
     prompt_id, prompt, ground_truth: as in the oracle table. index: of the prompt's row there. order: of the prompt in the
-    seeded order in which the run takes prompts; None in older files. oracle_value: V(x); n_oracle: how many continuations
-    it is the mean of, or None. rewards, lengths (tokens, the end of sequence included), log_probs: (N,).
+    seeded order in which the run takes prompts; None in older files. oracle_value: V(x), or None; n_oracle: how many
+    continuations it is the mean of, or None. rewards, lengths (tokens, the end of sequence included), log_probs: (N,).
     grams: one (B, B) float64 per block, Q[i, j] = <g_i, g_j>. With --by_layer, modules: their names, and module_moments:
     (modules, 6) of stats/modules.py; else None. With --sketch_dim, sketch: (E, S) float32, the sketch of each mean gradient
     of ``sketch_names`` ("grpo" first), averaged over blocks, and sketch_layout: (parameters, 4) of GradientSketch.layout;
-    else None. greedy_reward: of the greedy continuation, or None.
+    else None. greedy_reward: of the greedy continuation, or None. columns: the scalar columns of the prompt's row, without
+    its prompt and ground_truth; None in older files.
     """
 
     prompt_id: int
     index: int
     prompt: object
     ground_truth: object
-    oracle_value: float
+    oracle_value: float | None
     n_oracle: int | None
     rewards: np.ndarray
     lengths: np.ndarray
@@ -56,6 +59,7 @@ class GramRecord:
     sketch_layout: np.ndarray | None = None
     greedy_reward: float | None = None
     order: int | None = None
+    columns: dict[str, str | int | float | bool] | None = None
 
     @property
     def blocks(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -82,6 +86,16 @@ class GramRecord:
             grams=np.concatenate([gram.ravel() for gram in self.grams]),
         )
         write_bytes_atomic(path_of(folder, self.prompt_id), buffer.getvalue())
+
+
+def scalar_columns(columns: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
+    """Those columns of a row by which results can be told apart: numbers, booleans, and text of at most 200 characters."""
+    return {
+        name: value
+        for name, value in columns.items()
+        if name not in ("prompt", "ground_truth")
+        and (isinstance(value, (int, float)) or isinstance(value, str) and len(value) <= LONGEST_TEXT)
+    }
 
 
 def path_of(folder: Path, prompt_id: int) -> Path:

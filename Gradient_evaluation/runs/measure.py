@@ -1,9 +1,8 @@
-"""Measure one prompt: sample its continuations, reward them, and build the Grams of their scores, block by block."""
+"""Measure one prompt: take its continuations and rewards, and build the Grams of their scores, block by block."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -12,23 +11,23 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.runs.checks import check_block, check_sampler, in_float32, self_audit
 from Gradient_evaluation.runs.dataset import Row
-from Gradient_evaluation.runs.gram_store import GramRecord
+from Gradient_evaluation.runs.gram_store import GramRecord, scalar_columns
 from Gradient_evaluation.runs.memory import Batch
 from Gradient_evaluation.runs.prompts import sampling_law
-from Gradient_evaluation.runs.rewards import rewards_of
-from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
-from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
+from Gradient_evaluation.runs.source import Sampled, Stored
+from Gradient_evaluation.sampling.generate import Continuation
+from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.settings import TracecovSettings
-from Gradient_evaluation.stats.estimators import extra_rollouts, group_rules, sketch_weights, sketched_names
+from Gradient_evaluation.stats.estimators import group_rules, sketch_weights, sketched_names
 from Gradient_evaluation.stats.modules import layer_moments
 
 SMALLEST_BLOCK = 4  # an unbiased estimate of ||theta||^2 needs four continuations in a block
 
 
 def planned_block_size(settings: TracecovSettings) -> int:
-    """--block_size, or the largest group size; twice that where an estimator needs two disjoint groups in a block."""
-    return settings.block_size or settings.K_list[-1] * (2 if group_rules(settings.estimators) else 1)
+    """--block_size, or the largest group size; twice that for rollouts, and where an estimator needs two disjoint groups."""
+    return settings.block_size or settings.K_list[-1] * (2 if settings.rollouts or group_rules(settings.estimators) else 1)
 
 
 def block_sizes(continuations: int, largest: int) -> list[int]:
@@ -68,29 +67,31 @@ def score_gram(model, settings: TracecovSettings) -> ScoreGram:
 
 
 def scored(continuations: Sequence[Continuation], scoring: str) -> tuple[list[tuple[int, ...]], list[list[bool]] | None]:
-    """(token ids, masks) of the continuations as ScoreGram takes them under this --scoring."""
+    """(token ids, masks) of the continuations as ScoreGram takes them under this --scoring; None: every token counts."""
     tokens = [each.tokens for each in continuations]
-    if scoring == "exact":
+    if scoring == "exact" and all(each.mask is None for each in continuations):
         return tokens, None
-    counting = [len(each.tokens) - 1 if each.ended else len(each.tokens) for each in continuations]
-    return tokens, [[i < n for i in range(len(each))] for each, n in zip(tokens, counting)]
+    masks = [list(each.mask or [True] * len(each.tokens)) for each in continuations]
+    if scoring == "published":
+        for mask, each in zip(masks, continuations):
+            mask[-1] &= not each.ended
+    return tokens, masks
 
 
 class Measurement:
     """Measures prompts with one model; the batch sizes shrink, and stay so, when memory runs out.
 
-    model, tokenizer: a causal language model on its device; gram: its ScoreGram, entered.
+    model: a causal language model on its device; gram: its ScoreGram, entered; source: where continuations come from.
     """
 
-    def __init__(self, model, tokenizer, gram: ScoreGram, settings: TracecovSettings):
-        self.model, self.tokenizer, self.gram, self.settings = model, tokenizer, gram, settings
-        self.generation = Batch("--gen_bs", settings.gen_bs, least=1)
+    def __init__(self, model, gram: ScoreGram, source: Sampled | Stored, settings: TracecovSettings):
+        self.model, self.gram, self.source, self.settings = model, gram, source, settings
         self.block = Batch("--block_size", planned_block_size(settings), least=SMALLEST_BLOCK)
 
     def audit(self, row: Row, prompt_ids: list[int]) -> dict:
-        """The self-audit of a block as large as this run's, of continuations that are used for nothing else."""
-        count = max(block_sizes(self.settings.M * self.settings.K_list[-1], self.block.size))
-        drawn = self._sample("audit", row, prompt_ids, count)
+        """The self-audit of a block as large as this run's: drawn for nothing else, or the first of the stored."""
+        count = max(block_sizes(self.source.count_of(row), self.block.size))
+        drawn = self.source.for_audit(row, prompt_ids, count)
         batch = Batch("self-audit", count, least=1)
 
         def check(size: int) -> dict:
@@ -99,24 +100,23 @@ class Measurement:
         return batch.run(check, row.where)
 
     def check_sampler(self, row: Row, prompt_ids: list[int]) -> dict:
-        """checks.check_sampler of a block of continuations of this prompt that are used for nothing else.
+        """checks.check_sampler of a block of continuations of this prompt that are drawn for nothing else.
 
         A half-precision model draws and scores them in float32: its own rounding would hide a wrong sampler.
         """
-        count = min(self.block.size, self.settings.M * self.settings.K_list[-1])
+        count = min(self.block.size, self.source.count_of(row))
 
         def check() -> dict:
-            drawn, law = self._sample("audit", row, prompt_ids, count), sampling_law(self.settings)
+            drawn, law = self.source.for_audit(row, prompt_ids, count), sampling_law(self.settings)
             batch = Batch("sampler check", count, least=1)
             return batch.run(lambda size: check_sampler(self.gram, law, prompt_ids, drawn[:size], row.where), row.where)
 
         return in_float32(self.model, check, "the comparison of sampler and scorer")
 
     def measure(self, row: Row, prompt_ids: list[int], index: int) -> GramRecord:
-        """The record of one prompt, ``index`` its row in the oracle table. FloatingPointError: not finite."""
-        drawn = self._sample("tracecov", row, prompt_ids, self.settings.M * self.settings.K_list[-1])
-        rewards = rewards_of((continuation.text for continuation in drawn), row, self.settings.reward)
-        lengths = np.array([len(continuation.tokens) for continuation in drawn])
+        """The record of one prompt, ``index`` its row among the prompts. FloatingPointError: not finite."""
+        drawn, rewards = self.source.draw(row, prompt_ids)
+        lengths = np.array([continuation.length for continuation in drawn])
         blocks = self.block.run(lambda size: self._blocks(row, prompt_ids, drawn, rewards, size), row.where)
         return GramRecord(
             prompt_id=row.prompt_id,
@@ -127,21 +127,14 @@ class Measurement:
             n_oracle=row.oracle_samples,
             rewards=rewards,
             lengths=lengths,
-            greedy_reward=self._greedy_reward(row, prompt_ids),
+            greedy_reward=self.source.greedy_reward(row, prompt_ids),
+            columns=scalar_columns(row.columns),
             **blocks,
         )
 
-    def _sample(self, purpose: str, row: Row, prompt_ids: list[int], count: int) -> list[Continuation]:
-        u = uniforms(self.settings.seed, purpose, row.prompt_id, 0, count, self.settings.max_new_tokens)
-
-        def sample(size: int) -> list[Continuation]:
-            return sample_continuations(self.model, self.tokenizer, prompt_ids, u, sampling_law(self.settings), size)
-
-        return self.generation.run(sample, row.where)
-
     def _blocks(self, row: Row, prompt_ids, drawn: list[Continuation], rewards, largest: int) -> dict:
         """The fields of GramRecord that come from blocks of at most ``largest`` continuations."""
-        lengths = np.array([len(continuation.tokens) for continuation in drawn])
+        lengths = np.array([continuation.length for continuation in drawn])
         names = sketched_names(self.settings.estimators) if self.settings.sketch_dim else None
         grams, values, moments, sketches, start = [], [], [], [], 0
         for size in block_sizes(len(drawn), largest):
@@ -150,7 +143,7 @@ class Measurement:
             weights = sketch_weights(names, rewards[part], lengths[part], self.settings.K_list[-1]) if names else None
             tokens, masks = scored(drawn[part], self.settings.scoring)
             block = self.gram.block(prompt_ids, tokens, masks, self.settings.by_layer, weights)
-            if masks is None:
+            if self.source.is_sampled and masks is None:
                 check_block(self.gram, sampling_law(self.settings), prompt_ids, drawn[part], block.log_probs, row.where)
             grams.append(block.gram)
             values.append(block.log_probs)
@@ -167,12 +160,3 @@ class Measurement:
             "sketch_names": names,
             "sketch_layout": np.array(self.gram.sketch.layout, dtype=np.int64) if names else None,
         }
-
-    def _greedy_reward(self, row: Row, prompt_ids: list[int]) -> float | None:
-        """Reward of the greedy continuation, where an estimator needs it."""
-        if "greedy" not in extra_rollouts(self.settings.estimators):
-            return None
-        law = replace(sampling_law(self.settings), temperature=1.0, top_k=1, top_p=1.0)
-        u = np.zeros((1, self.settings.max_new_tokens))
-        greedy = sample_continuations(self.model, self.tokenizer, prompt_ids, u, law, 1)[0]
-        return float(rewards_of([greedy.text], row, self.settings.reward)[0])

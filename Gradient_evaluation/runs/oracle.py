@@ -44,6 +44,7 @@ from Gradient_evaluation.runs.resume import (
     write_table,
 )
 from Gradient_evaluation.runs.rewards import check_ground_truths, rewards_of
+from Gradient_evaluation.runs.rollouts.save import RolloutsFolder, begin_folder, check_folder, note_missing
 from Gradient_evaluation.sampling.generate import sample_continuations
 from Gradient_evaluation.sampling.law import uniforms
 from Gradient_evaluation.sampling.log_probs import log_probs
@@ -62,6 +63,7 @@ class Plan(NamedTuple):
     finished: dict[int, dict]  # rows that the table already has, by prompt id
     todo: list[tuple[Row, list[int]]]  # the other prompts, with their token ids
     n_long: int  # prompts that are too long and left out
+    law: dict  # of the continuations: run_identity
 
 
 def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Plan:
@@ -73,24 +75,30 @@ def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Pl
     path = Path(settings.out_dir) / f"oracle_v_n{settings.n_oracle}_{model_label(settings.model)}.jsonl"
     chat = chat_from(settings, tokenizer, () if settings.overwrite else left_rows(path))
     rows, prompts, n_long = tokenised(rows, settings, tokenizer, chat)
-    identity = {
-        **run_identity(settings, tokenizer, chat),
-        "n_oracle": settings.n_oracle,
-        "seed": settings.seed,
-        "dtype": str(dtype).split(".")[-1],
-    }
+    law = run_identity(settings, tokenizer, chat)
+    identity = {**law, "n_oracle": settings.n_oracle, "seed": settings.seed, "dtype": str(dtype).split(".")[-1]}
     output_folder(settings.out_dir)
     held.enter_context(only_writer(path))
     finished = {} if settings.overwrite else continue_table(path, identity, rows)
     todo = [(row, prompt_ids) for row, prompt_ids in zip(rows, prompts) if row.prompt_id not in finished]
-    return Plan(path, identity, rows, finished, todo, n_long)
+    if settings.save_rollouts:
+        held.enter_context(only_writer(output_folder(settings.save_rollouts)))
+        check_folder(settings.save_rollouts, sampled_by(identity), settings.overwrite)
+        note_missing(settings.save_rollouts, finished)
+    return Plan(path, identity, rows, finished, todo, n_long, law)
+
+
+def sampled_by(identity: dict) -> dict:
+    """The identity of a folder of --save_rollouts: all that decides what is sampled, and how much of it."""
+    return {"script": "calculate_oracle_v.py", **identity}
 
 
 class Measurement:
     """Measures prompts with one model. The batch size halves, and stays so, when memory runs out."""
 
-    def __init__(self, model, tokenizer, settings: OracleSettings):
-        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+    def __init__(self, model, tokenizer, settings: OracleSettings, folder: RolloutsFolder | None = None):
+        """folder: where the continuations are saved, None without --save_rollouts."""
+        self.model, self.tokenizer, self.settings, self.folder = model, tokenizer, settings, folder
         self.batch = Batch("--batch_size", settings.batch_size, least=1)
 
     def measure(self, row: Row, prompt_ids: list[int]) -> dict:
@@ -103,6 +111,8 @@ class Measurement:
 
         drawn = finite_at(row, self.batch.run, sample, row.where)
         rewards = rewards_of((continuation.text for continuation in drawn), row, settings.reward)
+        if self.folder is not None:
+            self.folder.save(row, prompt_ids, drawn, rewards)
         return oracle_columns(rewards, REWARDS[settings.reward].zero_one)
 
     def check_sampler_of_run(self, todo: list[tuple[Row, list[int]]]) -> None:
@@ -159,6 +169,9 @@ def begin(plan: Plan, settings: OracleSettings, fingerprints: list[str]) -> None
     check_fingerprint(plan.finished.values(), fingerprints[0], plan.path, "pass --overwrite")
     if settings.overwrite:
         remove_table(plan.path)
+    if settings.save_rollouts:
+        sampled = {**sampled_by(plan.identity), "model_fingerprint": fingerprints[0]}
+        begin_folder(settings.save_rollouts, sampled, settings.overwrite)
 
 
 def measure_all(plan: Plan, settings: OracleSettings, dtype: torch.dtype, processes: Processes) -> None:
@@ -172,7 +185,10 @@ def measure_all(plan: Plan, settings: OracleSettings, dtype: torch.dtype, proces
     fingerprints = processes.gather(weights["model_fingerprint"])
     processes.from_first(begin, plan, settings, fingerprints)
     path = plan.path if processes.size == 1 else part_of(plan.path, processes.rank)
-    measurement = Measurement(model, tokenizer, settings)
+    folder = None
+    if settings.save_rollouts:
+        folder = RolloutsFolder(settings.save_rollouts, {**plan.law, "model_fingerprint": weights["model_fingerprint"]})
+    measurement = Measurement(model, tokenizer, settings, folder)
     with (
         limited_memory(settings.max_memory, processes.device),
         Progress(len(plan.rows), len(plan.finished), "V", settings.quiet, processes) as progress,

@@ -27,14 +27,14 @@ ROUNDING = 1e-4  # by which a V_oracle written with four digits may differ from 
 
 @dataclass(frozen=True)
 class OracleRow(Row):
-    """A prompt with its oracle value.
+    """A prompt with its oracle value, or without one (a prompt of --dataset or --rollouts).
 
-    oracle_value: V_oracle, in [0, 1], or a finite number where reward_values is "graded".
+    oracle_value: V_oracle, in [0, 1], or a finite number where reward_values is "graded"; None without one.
     oracle_samples: n_oracle, how many continuations it is the mean reward of, if the table says.
     correct_count: how many of those had reward 1, if the table says; None for graded rewards.
     """
 
-    oracle_value: float
+    oracle_value: float | None
     oracle_samples: int | None
     correct_count: int | None
 
@@ -53,6 +53,11 @@ def load_oracle_table(path: str | Path, warn: Callable[[str], None] = warn_on_st
 def oracle_row(where: str, record: Mapping[str, Any]) -> OracleRow:
     """One row of a table of oracle values, checked as ``load_oracle_table`` does; UserError beginning with ``where``."""
     return _with_oracle_value(make_row(where, record))
+
+
+def without_oracle_value(row: Row) -> OracleRow:
+    """The row as a run takes it that has no oracle table."""
+    return OracleRow(**{**vars(row), "oracle_value": None, "oracle_samples": None, "correct_count": None})
 
 
 def _with_oracle_value(row: Row) -> OracleRow:

@@ -13,6 +13,7 @@ from Gradient_evaluation.models import check_prompt_length, crosses_rope_length,
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.resume import at_row
 from Gradient_evaluation.sampling.law import SamplingLaw
+from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.sampling.stop_strings import check_stop_strings
 from Gradient_evaluation.settings import Settings
 from Gradient_evaluation.utils import format_prompt
@@ -61,9 +62,13 @@ def prompt_format(tokenizer, chat: Chat) -> str:
     return hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16]
 
 
-def tokenised(rows: Sequence[Row], settings: Settings, tokenizer, chat: Chat) -> tuple[list[Row], list[list[int]], int]:
+def tokenised(
+    rows: Sequence[Row], settings: Settings, tokenizer, chat: Chat, stored: Mapping[int, Rollouts] | None = None
+) -> tuple[list[Row], list[list[int]], int]:
     """(rows, token ids of their prompts, number left out): before the model is loaded, every prompt is checked.
 
+    stored: by prompt id, the rollouts whose prompts these are: their prompt_ids are taken where they have some, and their
+    longest continuation instead of --max_new_tokens.
     Raises UserError naming the row of a prompt that the tokenizer refuses, or that does not fit the model's context;
     the latter are left out and counted under --skip_long.
     """
@@ -73,19 +78,24 @@ def tokenised(rows: Sequence[Row], settings: Settings, tokenizer, chat: Chat) ->
     context, vocabulary, rope = model_limits(settings.model, settings.revision, settings.trust_remote_code)
     kept, prompts = [], []
     for row in rows:
-        prompt_ids = at_row(row, format_prompt, tokenizer, row.prompt, row.tools, chat)
+        rollouts = None if stored is None else stored[row.prompt_id]
+        new_tokens = settings.max_new_tokens if rollouts is None else max(len(each.tokens) for each in rollouts.continuations)
+        if rollouts is not None and rollouts.prompt_ids is not None:
+            prompt_ids = list(rollouts.prompt_ids)
+        else:
+            prompt_ids = at_row(row, format_prompt, tokenizer, row.prompt, row.tools, chat)
         if vocabulary is not None and max(prompt_ids) >= vocabulary:
             raise UserError(
                 f"{row.where}: the tokenizer makes token {max(prompt_ids)} of this prompt, the model knows "
                 f"{vocabulary}; they do not belong together, check --model {settings.model}"
             )
         if not settings.skip_long:
-            at_row(row, check_prompt_length, context, prompt_ids, settings.max_new_tokens)
-        elif context is not None and len(prompt_ids) + settings.max_new_tokens > context:
+            at_row(row, check_prompt_length, context, prompt_ids, new_tokens, rollouts is not None)
+        elif context is not None and len(prompt_ids) + new_tokens > context:
             continue
-        if crosses_rope_length(rope, len(prompt_ids), settings.max_new_tokens):
+        if crosses_rope_length(rope, len(prompt_ids), new_tokens):
             raise UserError(
-                f"{row.where}: this prompt of {len(prompt_ids)} tokens and --max_new_tokens {settings.max_new_tokens} "
+                f"{row.where}: this prompt of {len(prompt_ids)} tokens and {new_tokens} new ones (--max_new_tokens) "
                 f"cross {rope} tokens, where the model's LongRoPE changes its factors, so that what is sampled is "
                 "not what is scored; lower --max_new_tokens, or shorten it"
             )

@@ -26,6 +26,7 @@ from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.group_size import group_size_law
+from Gradient_evaluation.stats.missing import Missing
 from Gradient_evaluation.stats.modules import by_layer
 from Gradient_evaluation.stats.prompts import PromptMoments
 from Gradient_evaluation.stats.sketch_pairs import Sketches, SketchPart, prompt_averaged_cosines
@@ -105,7 +106,7 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
     if about["law"].get("scoring") == "published":
         summary["on_policy_check"]["warning"] = PUBLISHED_SCORES
         summary["reasons"].pop("on_policy_check.warning", None)
-    summary["group_size_law"] = group_size_law_of(prompts, notes, about["law"], bootstrap)
+    summary["group_size_law"] = group_size_law_of(prompts, notes, about, bootstrap)
     if notes.layers:
         summary["by_layer"] = by_layer(
             notes.layers[0][0],
@@ -183,7 +184,9 @@ NOT_IN_RESULTS = (
     "save_json",
     "gradient_checkpointing",
     "trust_remote_code",
+    "save_rollouts",
 )
+FLAGS_ADDED_LATER = {"dataset": None, "split": None, "rollouts": None}  # with what results of earlier versions were made
 
 
 def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Row]) -> dict | None:
@@ -197,7 +200,7 @@ def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Row]
         results = json.loads(results_path(settings.save_json, label).read_text(encoding="utf-8"))
         files = [json.loads(detailed_path(settings.save_json, label, K).read_text(encoding="utf-8")) for K in settings.K_list]
         tables = [file["prompt_results"] for file in files]
-        config = {name: value for name, value in results["config"].items() if name not in NOT_IN_RESULTS}
+        config = {name: value for name, value in (FLAGS_ADDED_LATER | results["config"]).items() if name not in NOT_IN_RESULTS}
         found = [[[row["prompt"], row["ground_truth"], row["V_oracle"], row["n_oracle"]] for row in table] for table in tables]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -210,16 +213,17 @@ def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Row]
     return results if config == wanted and all(each == table for each in found) else None
 
 
-def group_size_law_of(prompts: PromptMoments, notes: Notes, identity: dict, bootstrap: PromptBootstrap) -> dict:
+def group_size_law_of(prompts: PromptMoments, notes: Notes, about: dict, bootstrap: PromptBootstrap) -> dict:
     """The entry ``group_size_law``: constants, G*, and the cosine of each sketched estimator to the gradient.
 
-    identity: what the run that made the Grams stored of itself.
+    about: its law is what the run that made the Grams stored of itself, its no_sketch why these Grams have no sketch.
     """
-    sketches = theta = None
+    identity, sketches, theta = about["law"], None, None
     if all(sketch is not None for sketch in notes.sketches):
         sketches, layout = np.stack(notes.sketches), [SketchPart(*map(int, part)) for part in notes.sketch_layout]
         theta = Sketches(sketches[:, 0], layout, identity.get("sketch_dim") or None)
-    law = group_size_law(prompts, theta, bootstrap)
+    no_sketch = Missing(about["no_sketch"]) if about.get("no_sketch") else None
+    law = group_size_law(prompts, theta or no_sketch, bootstrap)
     law |= {"sketch_dim": identity.get("sketch_dim") or None, "cosine_to_gradient": {}}
     if theta is None or sketches.shape[1] == 1:
         return law

@@ -38,11 +38,14 @@ FROM_FLAGS = {
     "sketched": ("estimators",),
     "greedy": ("estimators",),
     "sketched_at": ("K_list",),
+    "largest_block": ("K_list", "block_size"),
 }
 FROM_ELSEWHERE = {
     "template_date": "the clock, as the chat template prints the date",
     "prompt_format": "the tokenizer and chat template of --model",
     "model_fingerprint": "the weights and config of --model",
+    "rollouts": "the tokens of --rollouts",
+    "file_rewards": "the rewards in the files of --rollouts",
 }
 
 

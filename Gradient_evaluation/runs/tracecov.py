@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +22,23 @@ from Gradient_evaluation.models import (
     load_tokenizer,
     model_label,
     resolve_dtype,
-    warn_of_risks,
     weights_digest,
 )
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.files import write_json
+from Gradient_evaluation.runs.inputs import (
+    REWARDS,
+    identity_of_rollouts,
+    inputs_of,
+    law_of_run,
+    other_rewards,
+    path_for_messages,
+)
 from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size, score_gram
 from Gradient_evaluation.runs.memory import limited_memory, tune_allocator
-from Gradient_evaluation.runs.oracle_table import check_same_law, load_oracle_table
 from Gradient_evaluation.runs.processes import Processes, Progress
-from Gradient_evaluation.runs.prompts import chat_from, run_identity, tokenised
+from Gradient_evaluation.runs.prompts import chat_from, tokenised
 from Gradient_evaluation.runs.report import group_size_report, report
 from Gradient_evaluation.runs.results import finished_results, results_path, versions, write_results
 from Gradient_evaluation.runs.resume import (
@@ -49,7 +55,10 @@ from Gradient_evaluation.runs.resume import (
     refuse_difference,
     saved_on_interrupt,
 )
-from Gradient_evaluation.runs.rewards import check_ground_truths
+from Gradient_evaluation.runs.rollouts.reward_again import rewarded_again, why_no_sketch
+from Gradient_evaluation.runs.rollouts.save import RolloutsFolder, begin_folder, check_folder, note_missing
+from Gradient_evaluation.runs.source import Sampled, Stored
+from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import WITH_FROM_GRAMS, TracecovSettings
 from Gradient_evaluation.stats.estimators import extra_rollouts, sketched_names
 
@@ -81,6 +90,10 @@ class Plan(NamedTuple):
     chosen: list[Chosen]  # in the order in which they were drawn
     todo: list[Chosen]  # those without a Gram file
     n_long: int  # prompts that are too long and left out
+    law: dict  # of the continuations: run_identity
+    stored: dict[int, Rollouts] | None  # those that are measured, by prompt id; None where the run samples
+    left_out: str  # what of the rollouts is not used, or ""
+    other_rewards: dict | None  # the identity of a run of the same rollouts under other rewards, which has made every Gram
 
 
 class Measured(NamedTuple):
@@ -106,48 +119,65 @@ def drawn(n: int, T: int, subsample: int | None, seed: int) -> list[int]:
     return order[:T]
 
 
-def choose_rows(rows: list[Row], settings: TracecovSettings, tokenizer, chat: Chat) -> tuple[list[Chosen], int]:
-    """The drawn prompts, and how many rows of the oracle table were too long."""
+def choose_rows(
+    rows: Sequence[Row], settings: TracecovSettings, tokenizer, chat: Chat, stored: dict[int, Rollouts] | None = None
+) -> tuple[list[Chosen], int]:
+    """The drawn prompts, and how many of ``rows`` were too long. stored: see ``tokenised``."""
     index, n_long = {row.prompt_id: i for i, row in enumerate(rows)}, 0
     if settings.skip_long:
-        rows, prompts, n_long = tokenised(rows, settings, tokenizer, chat)
+        rows, prompts, n_long = tokenised(rows, settings, tokenizer, chat, stored)
     picked = drawn(len(rows), settings.T, settings.subsample_prompts, settings.seed)
     rows = [rows[i] for i in picked]
-    prompts = [prompts[i] for i in picked] if settings.skip_long else tokenised(rows, settings, tokenizer, chat)[1]
+    prompts = [prompts[i] for i in picked] if settings.skip_long else tokenised(rows, settings, tokenizer, chat, stored)[1]
     return [Chosen(index[row.prompt_id], row, prompt_ids) for row, prompt_ids in zip(rows, prompts)], n_long
 
 
 def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> Plan:
     """Check and do all that needs no model. ``held`` takes the lock on the Gram files."""
-    sizes = block_sizes(settings.M * settings.K_list[-1], planned_block_size(settings))
-    rows = load_oracle_table(settings.oracle_table)
-    check_ground_truths(rows, settings.reward)
-    warn_of_risks(settings.model, settings.trust_remote_code)
-    tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
+    largest = planned_block_size(settings)
+    sizes = None if settings.rollouts else block_sizes(settings.M * settings.K_list[-1], largest)
+    inputs = inputs_of(settings)
+    tokenizer, stored = inputs.tokenizer, inputs.stored
     path = Path(settings.save_json) / "grams" / IDENTITY
     earlier = [read_identity(path)] if path.exists() and not settings.overwrite else []
-    chat = chat_from(settings, tokenizer, [*(row.columns for row in rows), *earlier])
-    law = run_identity(settings, tokenizer, chat)
-    check_same_law(rows, law, settings.oracle_table, settings.allow_mismatch)
-    chosen, n_long = choose_rows(rows, settings, tokenizer, chat)
-    identity = {**law, **identity_beside_the_law(settings, sizes), "dtype": str(dtype).split(".")[-1]}
+    chat = chat_from(settings, tokenizer, [*(row.columns for row in inputs.rows), inputs.said, *earlier])
+    law, rows = law_of_run(inputs, settings, chat)
+    chosen, n_long = choose_rows(rows, settings, tokenizer, chat, stored)
+    beside = {**identity_beside_the_law(settings, sizes), **identity_of_rollouts(inputs, settings, largest)}
+    identity = {**law, **beside, "dtype": str(dtype).split(".")[-1]}
     grams = output_folder(settings.save_json) / "grams"
     held.enter_context(only_writer(grams))
     output_folder(grams)
     if not settings.skip_plot:
         output_folder(settings.plot_path)
     todo = [each for each in chosen if not gram_store.path_of(grams, each.row.prompt_id).exists()]
+    made_under = None
     if settings.overwrite:
         todo = chosen
     elif (grams / IDENTITY).exists():
         found = read_identity(grams / IDENTITY)
-        refuse_difference(str(grams / IDENTITY), found, identity, stored_flags(settings))
+        if not todo and other_rewards(found, identity):
+            made_under = found
+        else:
+            refuse_difference(str(grams / IDENTITY), found, identity, stored_flags(settings))
         note_older_choice(grams, found, chosen)
-    return Plan(grams, identity, chosen, todo, n_long)
+    if stored is not None:
+        stored = {each.row.prompt_id: stored[each.row.prompt_id] for each in chosen}
+    if settings.save_rollouts:
+        held.enter_context(only_writer(output_folder(settings.save_rollouts)))
+        check_folder(settings.save_rollouts, sampled_by(law, identity, settings), settings.overwrite)
+        note_missing(settings.save_rollouts, {each.row.prompt_id for each in chosen} - {each.row.prompt_id for each in todo})
+    return Plan(grams, identity, chosen, todo, n_long, law, stored, inputs.left_out, made_under)
 
 
-def identity_beside_the_law(settings: TracecovSettings, sizes: list[int]) -> dict:
-    """The entries of a run's identity that say how its Grams are made, in blocks of ``sizes``."""
+def sampled_by(law: dict, identity: dict, settings: TracecovSettings) -> dict:
+    """The identity of a folder of --save_rollouts: all that decides what is sampled, and how much of it."""
+    count = {"script": "run_tracecov.py", "continuations": settings.M * settings.K_list[-1]}
+    return {**law, **count, "seed": identity["seed"], "dtype": identity["dtype"]}
+
+
+def identity_beside_the_law(settings: TracecovSettings, sizes: list[int] | None) -> dict:
+    """The entries of a run's identity that say how its Grams are made, in blocks of ``sizes``, which rollouts do not fix."""
     sketched = sketched_names(settings.estimators) if settings.sketch_dim else []
     return {
         "seed": settings.seed,
@@ -156,7 +186,7 @@ def identity_beside_the_law(settings: TracecovSettings, sizes: list[int]) -> dic
         "params": settings.params,
         "by_layer": settings.by_layer,
         "sketch_dim": settings.sketch_dim,
-        "greedy": "greedy" in extra_rollouts(settings.estimators),
+        "greedy": "greedy" in extra_rollouts(settings.estimators) and not settings.rollouts,
         "gram_dtype": settings.gram_dtype,
         "sketched": sketched,
         "sketched_at": settings.K_list[-1] if len(sketched) > 1 else None,
@@ -179,7 +209,8 @@ def note_older_choice(grams: Path, found: dict, chosen: list[Chosen]) -> None:
 
 def is_measured(plan: Plan, settings: TracecovSettings) -> bool:
     """Whether every Gram and the checks are there, made with the weights that --model names now."""
-    if plan.todo or not {"self_audit", "sampler_check"} <= set(read_checks(plan.grams)) or not (plan.grams / IDENTITY).exists():
+    checks = {"self_audit", "sampler_check"} if plan.stored is None else {"self_audit"}
+    if plan.todo or not checks <= set(read_checks(plan.grams)) or not (plan.grams / IDENTITY).exists():
         return False
     return read_identity(plan.grams / IDENTITY).get("weights_digest") == weights_digest(settings.model, settings.revision)
 
@@ -189,12 +220,13 @@ def begin(plan: Plan, settings: TracecovSettings, fingerprints: list[str]) -> No
     check_same_weights(fingerprints)
     model_fingerprint = fingerprints[0]
     if not settings.allow_mismatch:
+        made = [each.row.columns for each in plan.chosen if each.row.oracle_value is not None]
         check_fingerprint(
-            (each.row.columns for each in plan.chosen),
-            model_fingerprint,
-            settings.oracle_table,
-            "make the table again, or pass --allow_mismatch",
+            made, model_fingerprint, path_for_messages(settings), "make the table again, or pass --allow_mismatch"
         )
+        said = [each.law for each in (plan.stored or {}).values()]
+        fix = "give the checkpoint that sampled these rollouts, or pass --allow_mismatch"
+        check_fingerprint(said, model_fingerprint, path_for_messages(settings), fix)
     stored = {
         **plan.identity,
         "model_fingerprint": model_fingerprint,
@@ -202,6 +234,17 @@ def begin(plan: Plan, settings: TracecovSettings, fingerprints: list[str]) -> No
         "flags": stored_flags(settings),
     }
     check_identity(plan.grams / IDENTITY, stored, settings.overwrite)
+    if settings.save_rollouts:
+        sampled = {**sampled_by(plan.law, plan.identity, settings), "model_fingerprint": model_fingerprint}
+        begin_folder(settings.save_rollouts, sampled, settings.overwrite)
+
+
+def source_of(plan: Plan, settings: TracecovSettings, model, tokenizer, model_fingerprint: str) -> Sampled | Stored:
+    """Where the continuations come from."""
+    if plan.stored is not None:
+        return Stored(plan.stored, settings)
+    law, folder = {**plan.law, "model_fingerprint": model_fingerprint}, settings.save_rollouts
+    return Sampled(model, tokenizer, settings, RolloutsFolder(folder, law) if folder else None)
 
 
 def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, processes: Processes) -> None:
@@ -214,9 +257,10 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
     fingerprints = processes.gather(fingerprint(model))
     processes.from_first(begin, plan, settings, fingerprints)
     gram = score_gram(model, settings)
-    measurement = Measurement(model, tokenizer, gram, settings)
+    source = source_of(plan, settings, model, tokenizer, fingerprints[0])
+    measurement = Measurement(model, gram, source, settings)
     done = len(plan.chosen) - len(plan.todo)
-    checks = {"gen_bs": settings.gen_bs, **read_checks(plan.grams)}
+    checks = {**({"gen_bs": settings.gen_bs} if source.is_sampled else {}), **read_checks(plan.grams)}
     with (
         gram,
         limited_memory(settings.max_memory, processes.device),
@@ -224,7 +268,7 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
     ):
         if processes.is_first:
             row, prompt_ids = plan.chosen[0].row, plan.chosen[0].prompt_ids
-            if "sampler_check" not in checks:  # the law of a run does not change
+            if source.is_sampled and "sampler_check" not in checks:  # the law of a run does not change
                 checks["sampler_check"] = finite_at(row, measurement.check_sampler, row, prompt_ids)
             checks["self_audit"] = finite_at(row, measurement.audit, row, prompt_ids)
             write_json(plan.grams / CHECKS, checks)
@@ -233,20 +277,33 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
             record = finite_at(row, measurement.measure, row, prompt_ids, index)
             replace(record, order=order[row.prompt_id]).save(plan.grams)
             progress.done(float(record.rewards.mean()), len(record.rewards))
-    smallest = min(processes.gather(measurement.generation.size))
+    if not source.is_sampled:
+        processes.gather(None)
+        return
+    smallest = min(processes.gather(source.generation.size))
     if processes.is_first and smallest < checks["gen_bs"]:
         write_json(plan.grams / CHECKS, {**checks, "gen_bs": smallest})
 
 
 def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
-    """The Gram records of the chosen prompts in the order of the table, with its present oracle values."""
+    """The Gram records of the chosen prompts in the order of their source, with its present oracle values and columns."""
     for order, (index, row, _) in sorted(enumerate(plan.chosen), key=lambda each: each[1].index):
         record = gram_store.load(gram_store.path_of(plan.grams, row.prompt_id))
         now = {"index": index, "order": order, "oracle_value": row.oracle_value, "n_oracle": row.oracle_samples}
+        now["columns"] = gram_store.scalar_columns(row.columns)
         current = replace(record, **now)
         if any(getattr(record, name) != value for name, value in now.items()):
             current.save(plan.grams)
         yield current
+
+
+def rewarded_otherwise(plan: Plan, settings: TracecovSettings, started: float, draw: Draw) -> None:
+    """Results under this run's rewards, from Grams that were made of the same rollouts under others; without a model."""
+    paths = (gram_store.path_of(plan.grams, each.row.prompt_id) for each in sorted(plan.chosen, key=lambda each: each.index))
+    records = (rewarded_again(record, plan.stored[record.prompt_id], settings) for record in map(gram_store.load, paths))
+    now = {name: plan.identity.get(name) for name in REWARDS}
+    measured = Measured(records, settings.config(), {**plan.other_rewards, **now}, read_checks(plan.grams))
+    finish(settings, measured, started, draw, why_no_sketch(plan.other_rewards.get("reward"), settings.reward))
 
 
 def recompute(settings: TracecovSettings, draw: Draw) -> None:
@@ -271,14 +328,15 @@ def recompute(settings: TracecovSettings, draw: Draw) -> None:
             raise UserError(f"{grams}: its files cannot be used together ({error}); give a folder of one run") from None
 
 
-def finish(settings: TracecovSettings, measured: Measured, started: float, draw: Draw) -> None:
-    """Write and print the results, and draw the figure."""
+def finish(settings: TracecovSettings, measured: Measured, started: float, draw: Draw, no_sketch: str | None = None) -> None:
+    """Write and print the results, and draw the figure. no_sketch: why the records have no sketch, where that is known."""
     about = {
         "config": measured.config,
         "law": measured.identity,
         "checks": {name: value for name, value in measured.checks.items() if name != "gen_bs"},
         "versions": versions(),
         "seconds": round(time.monotonic() - started, 1),
+        **({"no_sketch": no_sketch} if no_sketch else {}),
     }
     label = model_label(measured.identity["model"])
     results = write_results(settings, measured.records, about, label, measured.checks.get("gen_bs"))
@@ -300,12 +358,17 @@ def run(settings: TracecovSettings, draw: Draw) -> None:
         plan = processes.from_first(prepare, settings, dtype, held)
         with saved_on_interrupt(plan.grams, settings.overwrite, processes.is_first):
             finished = processes.from_first(is_measured, plan, settings)
-            if not finished:
+            if not finished and plan.other_rewards is None:
                 measure_all(plan, settings, dtype, processes)
             if not processes.is_first:
                 return
+            if plan.left_out:
+                print(plan.left_out)
             if plan.n_long:
                 print(f"left out {plan.n_long} prompts that are too long for the model's context")
+            if plan.other_rewards is not None:
+                rewarded_otherwise(plan, settings, started, draw)
+                return
             label, rows = model_label(settings.model), [each.row for each in plan.chosen]
             results = finished_results(settings, label, rows) if finished else None
             if results is not None:

@@ -7,7 +7,7 @@ check_rollouts(rollouts, vocabulary)                     what no importer may ha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -53,6 +53,17 @@ class Rollouts:
     def where(self, index: int) -> str:
         """Where continuation ``index`` stands, for messages."""
         return self.wheres[index] if self.wheres else f"{self.row.where}, continuation {index + 1}"
+
+    def only(self, indices: Sequence[int]) -> Rollouts:
+        """These continuations alone, in this order."""
+        return replace(
+            self,
+            continuations=tuple(self.continuations[i] for i in indices),
+            rewards=None if self.rewards is None else self.rewards[list(indices)],
+            components={name: values[list(indices)] for name, values in self.components.items()},
+            step=None if self.step is None else tuple(self.step[i] for i in indices),
+            wheres=tuple(self.where(i) for i in indices),
+        )
 
 
 def check_rollouts(several: Sequence[Rollouts], vocabulary: int | None = None) -> None:

@@ -82,10 +82,11 @@ class Measured:
     bootstrap: PromptBootstrap
 
 
-def group_size_law(prompts: PromptMoments, sketches: Sketches | None, bootstrap: PromptBootstrap) -> dict:
+def group_size_law(prompts: PromptMoments, sketches: Sketches | Missing | None, bootstrap: PromptBootstrap) -> dict:
     """The group-size law of n prompts, JSON-ready: floats, lists, None, never NaN; ``reasons`` says why of each None.
 
-    prompts: of it ``pairs``, ``outcomes`` and ``theta_sq_noise``. sketches: None where none were stored.
+    prompts: of it ``pairs``, ``outcomes`` and ``theta_sq_noise``. sketches: None where none were stored, or Missing with
+    another reason.
 
     Returns, all intervals 95% bootstrap-t over prompts (the same resamples) with the sketch's error in them:
         c1, c2, c3 (and _ci95); mean_theta_sq: mean ||theta(x)||^2; mean_theta_norm_sq: ||mean theta(x)||^2 (both
@@ -104,11 +105,12 @@ def group_size_law(prompts: PromptMoments, sketches: Sketches | None, bootstrap:
         more_prompts, times_continuations, continuations_share: see ``best_size.Forecast``;
         n_prompts, sketch_dim, reasons.
     """
+    none = None if isinstance(sketches, Sketches) else sketches or Missing(NO_SKETCHES)
     measured = _measured(prompts, sketches, bootstrap)
     found: dict = {
         "n_prompts": bootstrap.n_prompts,
-        "sketch_dim": Missing(NO_SKETCHES) if sketches is None else sketches.dim or Missing("the rows are whole gradients"),
-        "sketch_standard_error": Missing(NO_SKETCHES) if sketches is None else measured.sketch_error,
+        "sketch_dim": none or sketches.dim or Missing("the rows are whole gradients"),
+        "sketch_standard_error": none or measured.sketch_error,
     }
     for name, row in COLUMNS.items():
         found |= _constant(name, row, measured)
@@ -130,15 +132,15 @@ def group_size_law(prompts: PromptMoments, sketches: Sketches | None, bootstrap:
     return result
 
 
-def _measured(prompts: PromptMoments, sketches: Sketches | None, bootstrap: PromptBootstrap) -> Measured:
-    pairs, n = prompts.pairs, bootstrap.n_prompts
+def _measured(prompts: PromptMoments, sketches: Sketches | Missing | None, bootstrap: PromptBootstrap) -> Measured:
+    pairs, n, has_sketches = prompts.pairs, bootstrap.n_prompts, isinstance(sketches, Sketches)
     columns = [pairs.theta_sq, 4 * pairs.zeta1, 2 * pairs.zeta2]
-    for values, what in ((columns, "the moments"), ([] if sketches is None else sketches.rows, "the sketches")):
+    for values, what in ((columns, "the moments"), (sketches.rows if has_sketches else [], "the sketches")):
         if not np.isfinite(values).all():
             raise ValueError(f"{what} of the prompts have a value that is not finite")
     silence = None if np.any(columns[2] / 2 + columns[0]) else NO_REWARD_DIFFERED  # E||h||^2 of every prompt is 0
-    if sketches is None:
-        no_pairs = "no gradient sketches were stored; measure again with --sketch_dim above 0"
+    if not has_sketches:
+        no_pairs = sketches.reason if sketches else f"{NO_SKETCHES}; measure again with --sketch_dim above 0"
         averages = bootstrap.averages([*columns, np.zeros(n)])
         return Measured(columns[0], averages, None, None, no_pairs, silence, bootstrap)
     products = pair_products(sketches.rows)

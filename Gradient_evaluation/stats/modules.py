@@ -24,29 +24,33 @@ def layer_moments(grams: np.ndarray, rewards: np.ndarray) -> np.ndarray:
     return np.concatenate([prompt_only_coefficients(grams, z), np.stack(pair_moments(grams, z), axis=-1)], axis=-1)
 
 
-def traces(moments: np.ndarray, oracle_value: np.ndarray, K: int) -> dict[str, np.ndarray]:
-    """{naive, grpo, oracleV: (prompts, modules)} at group size K from moments (prompts, modules, 6), V (prompts,)."""
+def traces(moments: np.ndarray, oracle_value: np.ndarray | None, K: int) -> dict[str, np.ndarray]:
+    """{naive, grpo, oracleV: (prompts, modules)} at group size K from moments (prompts, modules, 6), V (prompts,).
+
+    Without V there is no oracleV.
+    """
     coefficients, pairs = moments[..., :3], PairMoments(*np.moveaxis(moments[..., 3:], -1, 0))
-    return {
-        "naive": prompt_only_trace(coefficients, 0.0) / K,
-        "grpo": group_trace(pairs, K),
-        "oracleV": prompt_only_trace(coefficients, oracle_value[:, None]) / K,
-    }
+    found = {"naive": prompt_only_trace(coefficients, 0.0) / K, "grpo": group_trace(pairs, K)}
+    if oracle_value is not None:
+        found["oracleV"] = prompt_only_trace(coefficients, oracle_value[:, None]) / K
+    return found
 
 
 def by_layer(
     modules: Sequence[str],
     moments: Iterable[np.ndarray],
-    oracle_values: Sequence[float],
+    oracle_values: Sequence[float | None],
     K_list: Sequence[int],
     bootstrap: PromptBootstrap,
 ) -> dict:
     """The entry ``by_layer`` of the results: means over prompts with 95% bootstrap-t intervals, JSON-ready.
 
-    moments: one (modules, 6) per prompt. Returns {"modules": names, "trace_cov": {name: [[a value per module] per
-    K]}, "trace_cov_ci95": the same shape with [low, high], None with one prompt}.
+    moments: one (modules, 6) per prompt. oracle_values: where one is None there is no oracleV. Returns {"modules": names,
+    "trace_cov": {name: [[a value per module] per K]}, "trace_cov_ci95": the same shape with [low, high], None with one
+    prompt}.
     """
-    stacked, values = np.stack(list(moments)), np.asarray(oracle_values, dtype=np.float64)
+    stacked, known = np.stack(list(moments)), None not in oracle_values
+    values = np.asarray(oracle_values, dtype=np.float64) if known else None
     results: dict = {"modules": list(modules), "trace_cov": {}, "trace_cov_ci95": {}}
     for K in K_list:
         for name, per_prompt in traces(stacked, values, K).items():
@@ -54,6 +58,6 @@ def by_layer(
             low, high = np.percentile(bootstrap.draws(per_prompt), [2.5, 97.5], axis=0)
             ends = zip(np.minimum(low, means).tolist(), np.maximum(high, means).tolist())
             results["trace_cov"].setdefault(name, []).append(means.tolist())
-            intervals = [list(pair) if len(values) > 1 else None for pair in ends]
+            intervals = [list(pair) if len(stacked) > 1 else None for pair in ends]
             results["trace_cov_ci95"].setdefault(name, []).append(intervals)
     return results

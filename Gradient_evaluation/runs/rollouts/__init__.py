@@ -8,7 +8,6 @@ Rollouts of all their records.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,8 +97,3 @@ def _records(files: Sequence[Path], importer: Importer) -> Iterator[Record]:
             if number == 0 and not importer.recognises(record):
                 raise UserError(f"{where}: not of the format of {files[0]} ({importer.name}); give files of one format")
             yield where, record
-
-
-def law_text(law: dict[str, Any]) -> str:
-    """A law as the column ``law`` holds it."""
-    return json.dumps(law, sort_keys=True, ensure_ascii=False)

@@ -1,0 +1,102 @@
+"""What a run of run_tracecov.py is given: prompts of an oracle table, of a data set, or of rollouts; and its law.
+
+inputs_of(settings)                               rows, tokenizer, and the rollouts of --rollouts
+law_of_run(inputs, settings, chat)                what decides a continuation and its reward, compared with what files say
+identity_of_rollouts(inputs, settings, largest)   what the identity of a run holds of rollouts
+other_rewards(found, identity)                    whether a run differs from an earlier one in its rewards alone
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from Gradient_evaluation.chat_template import Chat
+from Gradient_evaluation.models import load_tokenizer, warn_of_risks
+from Gradient_evaluation.runs.dataset import load_dataset_rows
+from Gradient_evaluation.runs.oracle_table import OracleRow, check_same_law, load_oracle_table, without_oracle_value
+from Gradient_evaluation.runs.prompts import run_identity
+from Gradient_evaluation.runs.rewards import check_ground_truths
+from Gradient_evaluation.runs.rollouts import read_rollouts
+from Gradient_evaluation.runs.rollouts.stored import check_law, digest, rewards_digest, usable, with_oracle_value
+from Gradient_evaluation.sampling.rollouts import Rollouts
+from Gradient_evaluation.settings import TracecovSettings
+
+REWARDS = ("reward", "reward_digest", "reward_weights", "file_rewards")  # entries of an identity that Grams do not depend on
+
+
+class Inputs(NamedTuple):
+    """rows: the prompts; tokenizer: of --model; stored: the rollouts by prompt id, None where the run samples; left_out: what
+    of the rollouts is not used, as one line, or ""."""
+
+    rows: list[OracleRow]
+    tokenizer: Any
+    stored: dict[int, Rollouts] | None
+    left_out: str = ""
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What the rollouts say of model and law; {} without rollouts."""
+        return next(iter(self.stored.values())).law if self.stored else {}
+
+
+def inputs_of(settings: TracecovSettings) -> Inputs:
+    """Read and check --oracle_table, --dataset or --rollouts."""
+    rows = None
+    if settings.oracle_table:
+        rows = load_oracle_table(settings.oracle_table)
+    elif settings.dataset:
+        rows = [without_oracle_value(row) for row in load_dataset_rows(settings.dataset, settings.split)]
+    if not settings.rollouts:
+        check_ground_truths(rows, settings.reward)
+    warn_of_risks(settings.model, settings.trust_remote_code)
+    tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
+    if not settings.rollouts:
+        return Inputs(rows, tokenizer, None)
+    several = read_rollouts(settings.rollouts, tokenizer, rows, settings)
+    if rows is not None:  # the order of the data set, as a run has it that samples its prompts
+        index = {row.prompt_id: i for i, row in enumerate(rows)}
+        several = sorted(several, key=lambda each: index.get(each.row.prompt_id, len(rows)))
+    found = usable(several, settings)
+    rows = [without_oracle_value(each.row) for each in found.rollouts]
+    if settings.reward is not None:
+        check_ground_truths(rows, settings.reward)
+    return Inputs(rows, tokenizer, {each.row.prompt_id: each for each in found.rollouts}, str(found))
+
+
+def law_of_run(inputs: Inputs, settings: TracecovSettings, chat: Chat) -> tuple[dict[str, Any], list[OracleRow]]:
+    """(run_identity, the rows with their oracle values). Raises UserError where a table or rollouts are of another law."""
+    law = run_identity(settings, inputs.tokenizer, chat)
+    if settings.oracle_table:
+        check_same_law(inputs.rows, law, settings.oracle_table, settings.allow_mismatch)
+    if inputs.stored is None:
+        return law, inputs.rows
+    if settings.reward is None:
+        law["reward"] = inputs.said.get("reward")
+    check_law(next(iter(inputs.stored.values())), law, settings.allow_mismatch)
+    return law, [with_oracle_value(row, law) for row in inputs.rows]
+
+
+def identity_of_rollouts(inputs: Inputs, settings: TracecovSettings, largest: int) -> dict[str, Any]:
+    """Entries of a run's identity, all None where the run samples.
+
+    rollouts: a hash of the tokens and masks; file_rewards: of the rewards in the files, where these are taken;
+    largest_block: how many continuations a block has at most.
+    """
+    several = None if inputs.stored is None else list(inputs.stored.values())
+    return {
+        "rollouts": several and digest(several),
+        "file_rewards": rewards_digest(several) if several and settings.reward is None else None,
+        "largest_block": several and largest,
+    }
+
+
+def other_rewards(found: dict[str, Any], identity: dict[str, Any]) -> bool:
+    """Whether Grams made under ``found`` are those of a run with ``identity``, of the same rollouts, under other rewards."""
+    differing = {name for name, value in identity.items() if found.get(name) != value}
+    return identity.get("rollouts") is not None and bool(differing) and differing <= set(REWARDS)
+
+
+def path_for_messages(settings: TracecovSettings) -> str | Path:
+    """The source of prompts that a message names."""
+    return settings.oracle_table or (settings.rollouts[0] if settings.rollouts else settings.dataset)

@@ -1,0 +1,94 @@
+"""Where a prompt's continuations come from: drawn by this run, or stored by whoever sampled them.
+
+    Sampled(model, tokenizer, settings, folder)    draws them, and saves them where --save_rollouts says so
+    Stored(rollouts, settings)                     those of --rollouts
+
+Both have ``draw`` (the continuations that are measured, and their rewards), ``for_audit`` and ``greedy_reward``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from Gradient_evaluation.runs.dataset import Row
+from Gradient_evaluation.runs.memory import Batch
+from Gradient_evaluation.runs.prompts import sampling_law
+from Gradient_evaluation.runs.rewards import rewards_of
+from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
+from Gradient_evaluation.runs.rollouts.stored import rewards_of_rollouts
+from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
+from Gradient_evaluation.sampling.law import uniforms
+from Gradient_evaluation.sampling.rollouts import Rollouts
+from Gradient_evaluation.settings import TracecovSettings
+from Gradient_evaluation.stats.estimators import extra_rollouts
+
+
+class Sampled:
+    """Continuations that this run draws from the model. folder: where they are saved, None without --save_rollouts."""
+
+    is_sampled = True
+
+    def __init__(self, model, tokenizer, settings: TracecovSettings, folder: RolloutsFolder | None = None):
+        self.model, self.tokenizer, self.settings, self.folder = model, tokenizer, settings, folder
+        self.generation = Batch("--gen_bs", settings.gen_bs, least=1)
+
+    def count_of(self, row: Row) -> int:
+        """How many continuations of the prompt are measured."""
+        return self.settings.M * self.settings.K_list[-1]
+
+    def draw(self, row: Row, prompt_ids: Sequence[int]) -> tuple[list[Continuation], np.ndarray]:
+        """The continuations that are measured, and their rewards (N,)."""
+        drawn = self._sample("tracecov", row, prompt_ids, self.count_of(row))
+        rewards = rewards_of((continuation.text for continuation in drawn), row, self.settings.reward)
+        if self.folder is not None:
+            self.folder.save(row, prompt_ids, drawn, rewards)
+        return drawn, rewards
+
+    def for_audit(self, row: Row, prompt_ids: Sequence[int], count: int) -> list[Continuation]:
+        """``count`` continuations that are used for nothing else."""
+        return self._sample("audit", row, prompt_ids, count)
+
+    def greedy_reward(self, row: Row, prompt_ids: Sequence[int]) -> float | None:
+        """Reward of the greedy continuation, where an estimator needs it."""
+        if "greedy" not in extra_rollouts(self.settings.estimators):
+            return None
+        law = replace(sampling_law(self.settings), temperature=1.0, top_k=1, top_p=1.0)
+        u = np.zeros((1, self.settings.max_new_tokens))
+        greedy = sample_continuations(self.model, self.tokenizer, prompt_ids, u, law, 1)[0]
+        return float(rewards_of([greedy.text], row, self.settings.reward)[0])
+
+    def _sample(self, purpose: str, row: Row, prompt_ids: Sequence[int], count: int) -> list[Continuation]:
+        u = uniforms(self.settings.seed, purpose, row.prompt_id, 0, count, self.settings.max_new_tokens)
+
+        def sample(size: int) -> list[Continuation]:
+            return sample_continuations(self.model, self.tokenizer, prompt_ids, u, sampling_law(self.settings), size)
+
+        return self.generation.run(sample, row.where)
+
+
+class Stored:
+    """Continuations that someone else sampled, by prompt id. Nothing is drawn, so there is no greedy continuation."""
+
+    is_sampled = False
+
+    def __init__(self, rollouts: Mapping[int, Rollouts], settings: TracecovSettings):
+        self.rollouts, self.settings = rollouts, settings
+
+    def count_of(self, row: Row) -> int:
+        """How many continuations of the prompt are measured."""
+        return len(self.rollouts[row.prompt_id].continuations)
+
+    def draw(self, row: Row, prompt_ids: Sequence[int]) -> tuple[list[Continuation], np.ndarray]:
+        """The continuations that are measured, and their rewards (N,): those of the file, or under --reward new ones."""
+        rollouts = self.rollouts[row.prompt_id]
+        return list(rollouts.continuations), rewards_of_rollouts(rollouts, self.settings)
+
+    def for_audit(self, row: Row, prompt_ids: Sequence[int], count: int) -> list[Continuation]:
+        """The first ``count`` continuations of the prompt."""
+        return list(self.rollouts[row.prompt_id].continuations[:count])
+
+    def greedy_reward(self, row: Row, prompt_ids: Sequence[int]) -> None:
+        """None: no greedy continuation is stored."""
