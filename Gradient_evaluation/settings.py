@@ -100,6 +100,7 @@ class TracecovSettings(Settings):
     estimators: tuple[str, ...]
     gradient_checkpointing: bool
     scoring: str
+    importance_weights: bool
     params: str | None
     by_layer: bool
     budget: int | None

@@ -24,7 +24,8 @@ from Gradient_evaluation.runs.files import write_bytes_atomic
 DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, IndexError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 # The fields of a record that are one JSON text in the file, and the arrays that not every record has.
 IN_JSON = "prompt_id index prompt ground_truth oracle_value n_oracle modules sketch_names greedy_reward order columns".split()
-OPTIONAL = ("module_moments", "sketch", "sketch_layout")
+IN_JSON += ["rollouts_check"]
+OPTIONAL = ("module_moments", "sketch", "sketch_layout", "log_weights")
 LONGEST_TEXT = 200  # of a column that is kept with the record
 
 
@@ -39,7 +40,8 @@ class GramRecord:
     (modules, 6) of stats/modules.py; else None. With --sketch_dim, sketch: (E, S) float32, the sketch of each mean gradient
     of ``sketch_names`` ("grpo" first), averaged over blocks, and sketch_layout: (parameters, 4) of GradientSketch.layout;
     else None. greedy_reward: of the greedy continuation, or None. columns: the scalar columns of the prompt's row, without
-    its prompt and ground_truth; None in older files.
+    its prompt and ground_truth; None in older files. rollouts_check: of --rollouts, what runs/rollouts/compare.py found, or
+    None. log_weights: with --importance_weights, (N,) log pi of the scorer less that of the sampler; else None.
     """
 
     prompt_id: int
@@ -60,6 +62,8 @@ class GramRecord:
     greedy_reward: float | None = None
     order: int | None = None
     columns: dict[str, str | int | float | bool] | None = None
+    rollouts_check: dict | None = None
+    log_weights: np.ndarray | None = None
 
     @property
     def blocks(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:

@@ -14,6 +14,7 @@ from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.gram_store import GramRecord, scalar_columns
 from Gradient_evaluation.runs.memory import Batch
 from Gradient_evaluation.runs.prompts import sampling_law
+from Gradient_evaluation.runs.rollouts.compare import Comparison, importance_weights
 from Gradient_evaluation.runs.source import Sampled, Stored
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw
@@ -87,6 +88,7 @@ class Measurement:
     def __init__(self, model, gram: ScoreGram, source: Sampled | Stored, settings: TracecovSettings):
         self.model, self.gram, self.source, self.settings = model, gram, source, settings
         self.block = Batch("--block_size", planned_block_size(settings), least=SMALLEST_BLOCK)
+        self.comparison = Comparison(gram, sampling_law(settings), settings.allow_mismatch)
 
     def audit(self, row: Row, prompt_ids: list[int]) -> dict:
         """The self-audit of a block as large as this run's: drawn for nothing else, or the first of the stored."""
@@ -116,8 +118,12 @@ class Measurement:
     def measure(self, row: Row, prompt_ids: list[int], index: int) -> GramRecord:
         """The record of one prompt, ``index`` its row among the prompts. FloatingPointError: not finite."""
         drawn, rewards = self.source.draw(row, prompt_ids)
-        lengths = np.array([continuation.length for continuation in drawn])
+        lengths, compared, weights = np.array([continuation.length for continuation in drawn]), None, None
+        if not self.source.is_sampled:
+            compared = self.block.run(lambda size: self.comparison.of_prompt(prompt_ids, drawn, row.where, size), row.where)
         blocks = self.block.run(lambda size: self._blocks(row, prompt_ids, drawn, rewards, size), row.where)
+        if self.settings.importance_weights:
+            weights = importance_weights(blocks["log_probs"], drawn, row.where)
         return GramRecord(
             prompt_id=row.prompt_id,
             index=index,
@@ -129,6 +135,8 @@ class Measurement:
             lengths=lengths,
             greedy_reward=self.source.greedy_reward(row, prompt_ids),
             columns=scalar_columns(row.columns),
+            rollouts_check=compared,
+            log_weights=weights,
             **blocks,
         )
 

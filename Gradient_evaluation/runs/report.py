@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from Gradient_evaluation.runs.results import FLOOR
+from Gradient_evaluation.runs.rollouts.compare import check_lines
 from Gradient_evaluation.stats.estimators import DEFAULT, label_of
 from Gradient_evaluation.stats.group_size import PREDICTION
 
@@ -22,6 +23,7 @@ def report(results: dict) -> str:
     """MSE by K, the other estimators, the largest modules, the checks and the score norms."""
     lines = [*_mse_table(results), *_notes(results), *_other_estimators(results), *_largest_modules(results)]
     checks = [_on_policy(results["on_policy_check"]), _sampler_check(results.get("checks", {})), _norms(results)]
+    checks += check_lines(results["rollouts_check"]) if "rollouts_check" in results else []
     return "\n".join([*lines, *(wrapped(line) for line in checks if line)])
 
 

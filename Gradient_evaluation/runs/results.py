@@ -22,6 +22,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.integer_answer import check_integer_ground_truth
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.files import write_json
+from Gradient_evaluation.runs.rollouts.compare import rollouts_check
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
@@ -45,6 +46,8 @@ class Notes:
     sketches: list[np.ndarray | None] = field(default_factory=list)
     sketch_names: list[str] | None = None
     sketch_layout: np.ndarray | None = None
+    compared: list[dict | None] = field(default_factory=list)  # of rollouts, by prompt
+    weighted: bool = False
 
     def passing(self, records: Iterable) -> Iterable:
         """Yield each record, after its notes are taken."""
@@ -66,6 +69,8 @@ class Notes:
                 self.layers.append((record.modules, record.module_moments))
             self.sketches.append(record.sketch)
             self.sketch_names, self.sketch_layout = record.sketch_names, record.sketch_layout
+            self.compared.append(record.rollouts_check)
+            self.weighted |= record.log_weights is not None
             yield record
 
 
@@ -117,6 +122,8 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
         )
     sizes = {str(size): notes.block_sizes[size] for size in sorted(notes.block_sizes)}
     results = {**summary, **about, "batches": {"gen_bs": gen_bs, "blocks_by_size": sizes}}
+    if (compared := rollouts_check(notes.compared, notes.weighted)) is not None:
+        results["rollouts_check"] = compared
     for position, K in enumerate(settings.K_list):
         averages = {name: curve[position] for name, curve in summary["conditional_on_x"].items()}
         traces = estimators.prompt_trace_covs(prompts, K, settings.estimators)

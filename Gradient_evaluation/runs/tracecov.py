@@ -55,6 +55,7 @@ from Gradient_evaluation.runs.resume import (
     refuse_difference,
     saved_on_interrupt,
 )
+from Gradient_evaluation.runs.rollouts.from_text import retokenised_share
 from Gradient_evaluation.runs.rollouts.reward_again import rewarded_again, why_no_sketch
 from Gradient_evaluation.runs.rollouts.save import RolloutsFolder, begin_folder, check_folder, note_missing
 from Gradient_evaluation.runs.source import Sampled, Stored
@@ -182,6 +183,7 @@ def identity_beside_the_law(settings: TracecovSettings, sizes: list[int] | None)
     return {
         "seed": settings.seed,
         "scoring": settings.scoring,
+        "importance_weights": settings.importance_weights or None,
         "block_sizes": sizes,
         "params": settings.params,
         "by_layer": settings.by_layer,
@@ -270,6 +272,9 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
             row, prompt_ids = plan.chosen[0].row, plan.chosen[0].prompt_ids
             if source.is_sampled and "sampler_check" not in checks:  # the law of a run does not change
                 checks["sampler_check"] = finite_at(row, measurement.check_sampler, row, prompt_ids)
+            if not source.is_sampled and "retokenised" not in checks:
+                first = [(each.row.prompt_id, each.prompt_ids) for each in plan.chosen]
+                checks.update(retokenised_share(model, tokenizer, first, plan.stored, settings))
             checks["self_audit"] = finite_at(row, measurement.audit, row, prompt_ids)
             write_json(plan.grams / CHECKS, checks)
         order = {each.row.prompt_id: position for position, each in enumerate(plan.chosen)}

@@ -29,7 +29,7 @@ from Gradient_evaluation.sampling.law import SamplingLaw
 EXACT = 1e-4  # mean |difference| per token below which both sides are one law, and no other is tried
 ROUNDING = 0.05  # mean |difference| per token that the rounding of two engines may leave
 OTHER_MODEL = 0.1  # mean |difference| or |surprise| per token from which another checkpoint sampled
-CLEAR = 6.0  # standard errors by which a surprise is clearly not 0
+CLEAR, DOUBTFUL = 6.0, 3.0  # standard errors by which a surprise is clearly not 0, and by which a run warns
 SHARE_OF_LEFT = 0.3  # of so large a difference, below which another law explains it
 RARE, CHANCE = 0.01, 1e-6  # an end of sequence less likely than RARE; a chance of so many of them that is none
 TRIED = 128  # tokens on which other laws are tried
@@ -101,8 +101,8 @@ class Comparison:
         if rare and poisson_tail(rare, expected) < CHANCE:
             longest = max(len(each.tokens) - 1 for each in drawn if each.ended)
             return kept, UserError(
-                f"{where}: {rare} of its {len(drawn)} responses end where --model goes on (it expects {expected:.2g} such ends): cut "
-                f"off; pass the sampler's limit as --max_new_tokens (the longest has {longest} tokens), or {HINT}"
+                f"{where}: {rare} of its {len(drawn)} responses end where --model goes on ({expected:.2g} are usual), as if cut off; "
+                f"pass the sampler's limit as --max_new_tokens (the longest has {longest} tokens), or {HINT}"
             )
         self.surprise += found
         total, variance, count = self.surprise
@@ -247,10 +247,12 @@ def check_lines(check: dict) -> list[str]:
     """``rollouts_check`` as the two lines that a run prints."""
     head = f"rollouts of {check['prompts']} prompts, {check['tokens']} tokens"
     if "surprise" in check:
+        error = check["surprise_standard_error"]
+        far = abs(check["surprise"]) > DOUBTFUL * error
         return [
             f"{head}: without the sampler's log-probs, so sampler and scorer cannot be compared token by token",
-            f"  their surprise under --model is {check['surprise']:.2g} per token, standard error "
-            f"{check['surprise_standard_error']:.2g} (0 where the model and law are theirs)",
+            f"  {'warning: ' * far}their surprise under --model is {check['surprise']:.2g} per token, standard error {error:.2g} "
+            f"(0 where they are of this model and law{', so they may be of another' * far})",
         ]
     corrected = "corrected by importance weights" if check["importance_weights"] else "not corrected (--importance_weights)"
     return [

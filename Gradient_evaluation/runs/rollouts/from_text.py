@@ -9,7 +9,7 @@ come back from their text (retokenised.py, once the model is loaded).
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,18 @@ import numpy as np
 from Gradient_evaluation.chat_template import chat_of
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import Row
+from Gradient_evaluation.runs.prompts import sampling_law
 from Gradient_evaluation.runs.resume import at_row
 from Gradient_evaluation.runs.rollouts.context import Context
-from Gradient_evaluation.sampling.generate import Continuation
+from Gradient_evaluation.sampling.generate import Continuation, eos_token_ids, sample_continuations
+from Gradient_evaluation.sampling.law import uniforms
 from Gradient_evaluation.sampling.rollouts import Rollouts
+from Gradient_evaluation.settings import Settings
 from Gradient_evaluation.utils import format_prompt
 
 LEAST_SHARE = 0.95  # of the texts that must come back from their tokens; below it the rollouts are refused
+LEAST_OWN_SHARE = 0.9  # of the model's own draws whose tokens must come back from their text
+DRAWS, PROMPTS = 16, 4  # on which that is measured
 
 
 def decoded_prompts(context: Context, needed_by: str) -> dict[str, list[Row]]:
@@ -91,9 +96,37 @@ class FromText:
         print(
             f"note: {self.name} stores text: lost are the model's own cut into tokens, special tokens, the end of sequence, "
             f"log-probs, and which tokens are a tool's. {self.exact} of {self.texts} texts come back from their tokens; "
-            f"{self.truncated} of {self.most} tokens count as cut off, the others end with {eos}",
+            f"{self.truncated} reach --max_new_tokens {self.most} and count as cut off, the others are taken to end with {eos}",
             file=sys.stderr,
         )
+
+
+def retokenised_share(
+    model, tokenizer, prompts: Sequence[tuple[int, Sequence[int]]], stored: Mapping[int, Rollouts], settings: Settings
+) -> dict[str, float]:
+    """{"retokenised": the share of the model's own draws whose tokens come back from their text}; {} without such rollouts.
+
+    prompts: (id, token ids) of each. DRAWS continuations of the first PROMPTS whose rollouts were stored as text are drawn
+    under the law of the flags, and used for nothing else. UserError below LEAST_OWN_SHARE: that many rollouts of a file of text get
+    the score of other tokens than were sampled.
+    """
+    prompts = [each for each in prompts if stored[each[0]].from_text][:PROMPTS]
+    if not prompts:
+        return {}
+    law, eos, same = sampling_law(settings), eos_token_ids(model, tokenizer), []
+    for prompt_id, ids in prompts:
+        u = uniforms(settings.seed, "retokenised", prompt_id, 0, DRAWS, law.max_new_tokens)
+        for each in sample_continuations(model, tokenizer, ids, u, law, DRAWS):
+            tokens = each.tokens[:-1] if each.ended and each.tokens[-1] in eos else each.tokens
+            same.append(list(tokens) == list(tokenizer(each.text, add_special_tokens=False)["input_ids"]))
+    share = sum(same) / len(same)
+    if share < LEAST_OWN_SHARE:
+        raise UserError(
+            f"{stored[prompts[0][0]].where(0)}: of {len(same)} texts that --model samples itself only {share:.0%} come back as "
+            f"the tokens they were, {LEAST_OWN_SHARE:.0%} are needed: rollouts stored as text would be scored as other tokens; "
+            "give rollouts with token ids"
+        )
+    return {"retokenised": share}
 
 
 def check_one_step(name: str, steps: Sequence[int | None], wheres: Sequence[str], allow_mismatch: bool) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -110,7 +111,7 @@ def _row_of(where: str, record: Mapping[str, Any], known: DataSetRows | None) ->
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     row = Row(prompt, None, {"prompt": prompt}, where, prompt_id(prompt, None))
-    return row if known is None else known.of(row)
+    return row if known is None else replace(known.of(row), where=where)
 
 
 def _text_of(where: str, completion: Any) -> str:

@@ -9,6 +9,7 @@ VERL 0.9.1 decodes prompt and response with skip_special_tokens=True and sums th
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from Gradient_evaluation.errors import UserError
@@ -33,7 +34,7 @@ def read(records: Iterable[Record], context: Context) -> list[Rollouts]:
     steps, wheres = [], []
     for where, record in records:
         row = _row_of(where, record, by_text)
-        prompt = prompts.setdefault(row.prompt_id, OfPrompt(row))
+        prompt = prompts.setdefault(row.prompt_id, OfPrompt(replace(row, where=where)))
         prompt.wheres.append(where)
         prompt.continuations.append(texts.continuation(where, record["output"]))
         prompt.rewards.append(number_of(where, "score", record["score"]))
@@ -59,6 +60,11 @@ def _row_of(where: str, record: Mapping[str, Any], by_text: Mapping[str, list[Ro
         raise UserError(
             f"{where}: its prompt is that of {len(found)} rows of --dataset ({row.where}, {found[1].where}), and its gts does "
             "not say which; leave one of them out"
+        )
+    *_, output = str(record.get("uid") or "0").rsplit("_", 2)
+    if output.isdigit() and int(output):  # of one session, whose turns VERL stores one by one
+        raise UserError(
+            f"{where}: is output {output} of a session of several turns, which VERL's text takes apart; dump token ids"
         )
     if row.tools:
         raise UserError(f"{where}: its prompt has tools, and VERL's text does not say which tokens are theirs; dump token ids")

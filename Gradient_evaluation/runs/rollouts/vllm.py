@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ def read(records: Iterable[Record], context: Context) -> list[Rollouts]:
     for where, record in records:
         ids = _ids(where, "prompt_token_ids", record.get("prompt_token_ids"))
         row = _own_row(where, record, ids, context.tokenizer) if known is None else known.of(where, record, ids)
-        prompt = prompts.setdefault(row.prompt_id, OfPrompt(row, ids))
+        prompt = prompts.setdefault(row.prompt_id, OfPrompt(replace(row, where=where), ids))
         if prompt.prompt_ids != ids:
             raise UserError(f"{where}: other prompt_token_ids than {prompt.wheres[0]} has for this prompt; give one of the two")
         for number, output in enumerate(_outputs(where, record), start=1):
