@@ -101,8 +101,8 @@ class Comparison:
         if rare and poisson_tail(rare, expected) < CHANCE:
             longest = max(len(each.tokens) - 1 for each in drawn if each.ended)
             return kept, UserError(
-                f"{where}: {rare} of its {len(drawn)} responses end where --model goes on ({expected:.2g} are usual), as if cut off; "
-                f"pass the sampler's limit as --max_new_tokens (the longest has {longest} tokens), or {HINT}"
+                f"{where}: {rare} of its {len(drawn)} responses end where --model goes on ({expected:.2g} are usual), as if "
+                f"cut off; pass the sampler's limit as --max_new_tokens (the longest has {longest} tokens), or {HINT}"
             )
         self.surprise += found
         total, variance, count = self.surprise
@@ -248,11 +248,12 @@ def check_lines(check: dict) -> list[str]:
     head = f"rollouts of {check['prompts']} prompts, {check['tokens']} tokens"
     if "surprise" in check:
         error = check["surprise_standard_error"]
-        far = abs(check["surprise"]) > DOUBTFUL * error
+        means = "0 where they are of this model and law"
+        if abs(check["surprise"]) > DOUBTFUL * error:
+            means = f"warning: it is {means}"
         return [
             f"{head}: without the sampler's log-probs, so sampler and scorer cannot be compared token by token",
-            f"  {'warning: ' * far}their surprise under --model is {check['surprise']:.2g} per token, standard error {error:.2g} "
-            f"(0 where they are of this model and law{', so they may be of another' * far})",
+            f"  their surprise under --model is {check['surprise']:.2g} per token, standard error {error:.2g} ({means})",
         ]
     corrected = "corrected by importance weights" if check["importance_weights"] else "not corrected (--importance_weights)"
     return [

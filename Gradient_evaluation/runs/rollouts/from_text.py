@@ -107,8 +107,8 @@ def retokenised_share(
     """{"retokenised": the share of the model's own draws whose tokens come back from their text}; {} without such rollouts.
 
     prompts: (id, token ids) of each. DRAWS continuations of the first PROMPTS whose rollouts were stored as text are drawn
-    under the law of the flags, and used for nothing else. UserError below LEAST_OWN_SHARE: that many rollouts of a file of text get
-    the score of other tokens than were sampled.
+    under the law of the flags, and used for nothing else. UserError below LEAST_OWN_SHARE: of a file of text, as many rollouts
+    would get the score of other tokens than were sampled.
     """
     prompts = [each for each in prompts if stored[each[0]].from_text][:PROMPTS]
     if not prompts:
