@@ -15,7 +15,7 @@ from Gradient_evaluation.runs.resume import at_row
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.sampling.stop_strings import check_stop_strings
-from Gradient_evaluation.settings import Settings
+from Gradient_evaluation.settings import Settings, VllmSettings
 from Gradient_evaluation.utils import format_prompt
 
 
@@ -38,6 +38,15 @@ def run_identity(settings: Settings, tokenizer, chat: Chat) -> dict:
     A local model goes by its folder's name, so that a table may move between machines; its weights' fingerprint,
     stored beside, tells two folders of one name apart.
     """
+    return {**_sampling(settings), "reward": settings.reward, **_rendering(tokenizer, chat)}
+
+
+def law_identity(settings: Settings | VllmSettings, tokenizer, chat: Chat) -> dict:
+    """``run_identity`` without the reward: what decides a continuation's distribution."""
+    return {**_sampling(settings), **_rendering(tokenizer, chat)}
+
+
+def _sampling(settings: Settings | VllmSettings) -> dict:
     model = model_label(settings.model) if Path(settings.model).is_dir() else settings.model
     revision = None if settings.revision == "main" else settings.revision  # as tables have it whose script had no default
     return {
@@ -48,7 +57,11 @@ def run_identity(settings: Settings, tokenizer, chat: Chat) -> dict:
         "top_k": settings.top_k,
         "max_new_tokens": settings.max_new_tokens,
         "stop": list(settings.stop),
-        "reward": settings.reward,
+    }
+
+
+def _rendering(tokenizer, chat: Chat) -> dict:
+    return {
         "chat_template_kwargs": dict(chat.kwargs) or None,
         "template_date": chat.date,
         "prompt_format": prompt_format(tokenizer, chat),

@@ -42,7 +42,7 @@ def recognises(record: Mapping[str, Any]) -> bool:
 def read(records: Iterable[Record], context: Context) -> list[Rollouts]:
     """The rollouts of each prompt; without --dataset its text and ids are those of the file."""
     known = None if context.rows is None else _RowsByIds(context)
-    reader = _Reader(context)
+    reader = OutputReader(context)
     prompts: dict[int, OfPrompt] = {}
     for where, record in records:
         ids = _ids(where, "prompt_token_ids", record.get("prompt_token_ids"))
@@ -87,12 +87,15 @@ class _RowsByIds:
         return found[0]
 
 
-class _Reader:
-    """Makes continuations of outputs, and keeps count of the texts that the tokens do not decode to."""
+class OutputReader:
+    """Makes continuations of outputs, and keeps count of the texts that the tokens do not decode to.
 
-    def __init__(self, context: Context):
+    ends: the tokens that may end a continuation; all special ones where they are not known.
+    """
+
+    def __init__(self, context: Context, ends: Iterable[int] | None = None):
         self.tokenizer, self.settings = context.tokenizer, context.settings
-        self.special = set(special_tokens(context.tokenizer).values())
+        self.ends = set(special_tokens(context.tokenizer).values() if ends is None else ends)
         self.texts, self.other = 0, []
 
     def continuation(self, where: str, output: Mapping[str, Any]) -> Continuation:
@@ -133,17 +136,16 @@ class _Reader:
             if stop not in self.settings.stop:
                 raise UserError(f"{where}: ended at the stop string {stop!r}, which is none of --stop; add it there")
             return False, stop
-        if tokens[-1] not in self.special:
+        if tokens[-1] not in self.ends:
             raise UserError(f"{where}: stopped at token {tokens[-1]}, which is no end of sequence of the tokenizer of --model")
         return True, None
 
-    def _compare_text(self, where: str, written: Any, tokens: tuple[int, ...], text: str) -> None:
+    def _compare_text(self, where: str, written: Any, tokens: tuple[int, ...]) -> None:
+        """Count a text that these tokens do not begin with, with or without special tokens (a stop string is cut off)."""
         if isinstance(written, str) and written:
             self.texts += 1
-            whole = self.tokenizer.decode(list(tokens), skip_special_tokens=False)
-            if not any(
-                each.startswith(written.rstrip(NO_CHARACTER)) for each in (text, decode_text(self.tokenizer, tokens), whole)
-            ):
+            possible = (decode_text(self.tokenizer, tokens), self.tokenizer.decode(list(tokens), skip_special_tokens=False))
+            if not any(text.startswith(written.rstrip(NO_CHARACTER)) for text in possible):
                 self.other.append(where)
 
     def report(self) -> None:
