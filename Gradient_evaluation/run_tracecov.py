@@ -21,7 +21,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.cli import MOST_CONTINUATIONS, Parser, add_shared_flags, group_sizes, importing, integer, run
-from Gradient_evaluation.settings import GRAM_DTYPES, NOT_WITH_ROLLOUTS, WITH_FROM_GRAMS, TracecovSettings
+from Gradient_evaluation.settings import (
+    GRAM_DTYPES,
+    NOT_WITH_ROLLOUTS,
+    WITH_FROM_GRAMS,
+    WITH_FROM_GRAMS_AND_ROLLOUTS,
+    TracecovSettings,
+)
 
 
 def parse_args() -> TracecovSettings:
@@ -65,7 +71,8 @@ def check_source(parser: Parser, args) -> None:
     """Refuse, in one line, more than one source of prompts or none, and flags that a source leaves without effect."""
     given = parser.given()
     sources = [name for name in ("oracle_table", "dataset", "rollouts", "from_grams") if getattr(args, name)]
-    without_effect = [flag for flag in given if flag not in WITH_FROM_GRAMS]
+    heeded = WITH_FROM_GRAMS_AND_ROLLOUTS if args.rollouts else WITH_FROM_GRAMS
+    without_effect = [flag for flag in given if flag not in heeded]
     if args.from_grams and without_effect:
         parser.error(
             f"{', '.join(without_effect)}: no effect with --from_grams, which takes what made the Grams from "
@@ -73,7 +80,9 @@ def check_source(parser: Parser, args) -> None:
         )
     if not sources:
         parser.error("give --oracle_table (from calculate_oracle_v.py), --dataset, --rollouts or --from_grams")
-    if len(sources) > 1 and sources != ["dataset", "rollouts"]:
+    if args.from_grams and args.rollouts and "--reward" not in given:
+        parser.error("--from_grams with --rollouts: give the --reward that judges the texts anew, or leave --rollouts out")
+    if len(set(sources) - {"from_grams"}) > 1 and sources[:2] != ["dataset", "rollouts"]:
         parser.error(f"give one of {' and '.join(f'--{name}' for name in sources)}")
     if "--split" in given and not args.dataset:
         parser.error("--split: no effect without --dataset; leave it out")

@@ -29,6 +29,17 @@ WITH_FROM_GRAMS = (
     "--skip_plot",
     "--quiet",
 )
+# The flags that --from_grams also reads where --rollouts has the texts that --reward judges anew.
+WITH_FROM_GRAMS_AND_ROLLOUTS = (
+    *WITH_FROM_GRAMS,
+    "--rollouts",
+    "--reward",
+    "--dataset",
+    "--split",
+    "--model",
+    "--revision",
+    "--trust_remote_code",
+)
 # The flags that have no effect with --rollouts, which brings the continuations.
 NOT_WITH_ROLLOUTS = ("--M", "--gen_bs", "--save_rollouts")
 

@@ -18,7 +18,7 @@ from Gradient_evaluation.runs.oracle_table import OracleRow, check_same_law, loa
 from Gradient_evaluation.runs.prompts import run_identity
 from Gradient_evaluation.runs.rewards import check_ground_truths
 from Gradient_evaluation.runs.rollouts import read_rollouts
-from Gradient_evaluation.runs.rollouts.stored import check_law, digest, rewards_digest, usable, with_oracle_value
+from Gradient_evaluation.runs.rollouts.stored import check_law, digest, rewards_digest, usable, with_value_of_this_law
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import TracecovSettings
 
@@ -74,7 +74,7 @@ def law_of_run(inputs: Inputs, settings: TracecovSettings, chat: Chat) -> tuple[
     if settings.reward is None:
         law["reward"] = inputs.said.get("reward")
     check_law(next(iter(inputs.stored.values())), law, settings.allow_mismatch)
-    return law, [with_oracle_value(row, law) for row in inputs.rows]
+    return law, [with_value_of_this_law(row, law) for row in inputs.rows]
 
 
 def identity_of_rollouts(inputs: Inputs, settings: TracecovSettings, largest: int) -> dict[str, Any]:

@@ -47,12 +47,12 @@ def load_oracle_table(path: str | Path, warn: Callable[[str], None] = warn_on_st
     (reward_values "graded").
     """
     records = file_records(Path(path).expanduser())
-    return [_with_oracle_value(row) for row in make_rows(records, str(path), warn)]
+    return [with_oracle_value(row) for row in make_rows(records, str(path), warn)]
 
 
 def oracle_row(where: str, record: Mapping[str, Any]) -> OracleRow:
     """One row of a table of oracle values, checked as ``load_oracle_table`` does; UserError beginning with ``where``."""
-    return _with_oracle_value(make_row(where, record))
+    return with_oracle_value(make_row(where, record))
 
 
 def without_oracle_value(row: Row) -> OracleRow:
@@ -60,7 +60,8 @@ def without_oracle_value(row: Row) -> OracleRow:
     return OracleRow(**{**vars(row), "oracle_value": None, "oracle_samples": None, "correct_count": None})
 
 
-def _with_oracle_value(row: Row) -> OracleRow:
+def with_oracle_value(row: Row) -> OracleRow:
+    """The row with the oracle value in its columns, checked; UserError beginning with its where."""
     columns, where = row.columns, row.where
     value, samples = _oracle_value(columns, where), _count(columns, "n_oracle", where)
     correct = None if columns.get("reward_values") == GRADED else _count(columns, "correct_count", where)
@@ -71,7 +72,7 @@ def _with_oracle_value(row: Row) -> OracleRow:
             f"{where}: V_oracle is {value:g}, but correct_count / n_oracle is {correct} / {samples}; "
             f"correct the row or make the table again"
         )
-    return OracleRow(**vars(row), oracle_value=value, oracle_samples=samples, correct_count=correct)
+    return OracleRow(**{**vars(row), "oracle_value": value, "oracle_samples": samples, "correct_count": correct})
 
 
 def _oracle_value(columns: Mapping[str, Any], where: str) -> float:

@@ -4,97 +4,42 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from Gradient_evaluation.chat_template import Chat
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.models import (
-    device_line,
-    fingerprint,
-    load_model,
-    load_tokenizer,
-    model_label,
-    resolve_dtype,
-    weights_digest,
-)
+from Gradient_evaluation.models import device_line, fingerprint, load_model, load_tokenizer, model_label, resolve_dtype
 from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.files import write_json
-from Gradient_evaluation.runs.inputs import (
-    REWARDS,
-    identity_of_rollouts,
-    inputs_of,
-    law_of_run,
-    other_rewards,
-    path_for_messages,
-)
-from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size, score_gram
+from Gradient_evaluation.runs.inputs import REWARDS, inputs_of
+from Gradient_evaluation.runs.measure import Measurement, score_gram
 from Gradient_evaluation.runs.memory import limited_memory, tune_allocator
+from Gradient_evaluation.runs.plan import Plan, begin, is_measured, prepare
 from Gradient_evaluation.runs.processes import Processes, Progress
-from Gradient_evaluation.runs.prompts import chat_from, tokenised
 from Gradient_evaluation.runs.report import group_size_report, report
 from Gradient_evaluation.runs.results import finished_results, results_path, versions, write_results
 from Gradient_evaluation.runs.resume import (
     CHECKS,
     IDENTITY,
-    check_fingerprint,
-    check_identity,
-    check_same_weights,
     finite_at,
     only_writer,
     output_folder,
     read_checks,
     read_identity,
-    refuse_difference,
     saved_on_interrupt,
 )
 from Gradient_evaluation.runs.rollouts.from_text import retokenised_share
 from Gradient_evaluation.runs.rollouts.reward_again import rewarded_again, why_no_sketch
-from Gradient_evaluation.runs.rollouts.save import RolloutsFolder, begin_folder, check_folder, note_missing
+from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
 from Gradient_evaluation.runs.source import Sampled, Stored
-from Gradient_evaluation.sampling.rollouts import Rollouts
-from Gradient_evaluation.settings import WITH_FROM_GRAMS, TracecovSettings
-from Gradient_evaluation.stats.estimators import extra_rollouts, sketched_names
-
-# Flags that decide the blocks and the prompts. run.json stores them beside the identity, for messages and --from_grams.
-STORED_FLAGS = ("T", "M", "K_list", "block_size", "estimators", "subsample_prompts")
+from Gradient_evaluation.settings import WITH_FROM_GRAMS, WITH_FROM_GRAMS_AND_ROLLOUTS, TracecovSettings
 
 Draw = Callable[[dict, str], Path]  # (results, label) -> the file of the figure
-
-
-def stored_flags(settings: TracecovSettings) -> dict:
-    """The flags that run.json stores."""
-    config = settings.config()
-    return {name: config[name] for name in STORED_FLAGS}
-
-
-class Chosen(NamedTuple):
-    """A prompt that was drawn."""
-
-    index: int  # of its row in the oracle table
-    row: Row
-    prompt_ids: list[int]
-
-
-class Plan(NamedTuple):
-    """What a run does, the same for every process."""
-
-    grams: Path  # folder of the Gram files
-    identity: dict  # of the run, without the fingerprint of the weights
-    chosen: list[Chosen]  # in the order in which they were drawn
-    todo: list[Chosen]  # those without a Gram file
-    n_long: int  # prompts that are too long and left out
-    law: dict  # of the continuations: run_identity
-    stored: dict[int, Rollouts] | None  # those that are measured, by prompt id; None where the run samples
-    left_out: str  # what of the rollouts is not used, or ""
-    other_rewards: dict | None  # the identity of a run of the same rollouts under other rewards, which has made every Gram
 
 
 class Measured(NamedTuple):
@@ -104,141 +49,6 @@ class Measured(NamedTuple):
     config: dict  # the flags that made the records
     identity: dict  # of the run that made them
     checks: dict  # of that run
-
-
-def drawn(n: int, T: int, subsample: int | None, seed: int) -> list[int]:
-    """Indices of T rows of a table of n, in the order in which they are measured, as the paper's released script draws them.
-
-    Of a table with more than ``subsample`` rows, that many are drawn first. The rows are shuffled, by a generator of the
-    same seed, and the first T are taken. So the prompts of a smaller T are the first of a larger one, and the prompts of an
-    interrupted run are a random sample.
-    """
-    order = list(range(n))
-    if subsample is not None and subsample < n:
-        order = np.random.default_rng(seed).choice(n, size=subsample, replace=False).tolist()
-    np.random.default_rng(seed).shuffle(order)
-    return order[:T]
-
-
-def choose_rows(
-    rows: Sequence[Row], settings: TracecovSettings, tokenizer, chat: Chat, stored: dict[int, Rollouts] | None = None
-) -> tuple[list[Chosen], int]:
-    """The drawn prompts, and how many of ``rows`` were too long. stored: see ``tokenised``."""
-    index, n_long = {row.prompt_id: i for i, row in enumerate(rows)}, 0
-    if settings.skip_long:
-        rows, prompts, n_long = tokenised(rows, settings, tokenizer, chat, stored)
-    picked = drawn(len(rows), settings.T, settings.subsample_prompts, settings.seed)
-    rows = [rows[i] for i in picked]
-    prompts = [prompts[i] for i in picked] if settings.skip_long else tokenised(rows, settings, tokenizer, chat, stored)[1]
-    return [Chosen(index[row.prompt_id], row, prompt_ids) for row, prompt_ids in zip(rows, prompts)], n_long
-
-
-def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> Plan:
-    """Check and do all that needs no model. ``held`` takes the lock on the Gram files."""
-    largest = planned_block_size(settings)
-    sizes = None if settings.rollouts else block_sizes(settings.M * settings.K_list[-1], largest)
-    inputs = inputs_of(settings)
-    tokenizer, stored = inputs.tokenizer, inputs.stored
-    path = Path(settings.save_json) / "grams" / IDENTITY
-    earlier = [read_identity(path)] if path.exists() and not settings.overwrite else []
-    chat = chat_from(settings, tokenizer, [*(row.columns for row in inputs.rows), inputs.said, *earlier])
-    law, rows = law_of_run(inputs, settings, chat)
-    chosen, n_long = choose_rows(rows, settings, tokenizer, chat, stored)
-    beside = {**identity_beside_the_law(settings, sizes), **identity_of_rollouts(inputs, settings, largest)}
-    identity = {**law, **beside, "dtype": str(dtype).split(".")[-1]}
-    grams = output_folder(settings.save_json) / "grams"
-    held.enter_context(only_writer(grams))
-    output_folder(grams)
-    if not settings.skip_plot:
-        output_folder(settings.plot_path)
-    todo = [each for each in chosen if not gram_store.path_of(grams, each.row.prompt_id).exists()]
-    made_under = None
-    if settings.overwrite:
-        todo = chosen
-    elif (grams / IDENTITY).exists():
-        found = read_identity(grams / IDENTITY)
-        if not todo and other_rewards(found, identity):
-            made_under = found
-        else:
-            refuse_difference(str(grams / IDENTITY), found, identity, stored_flags(settings))
-        note_older_choice(grams, found, chosen)
-    if stored is not None:
-        stored = {each.row.prompt_id: stored[each.row.prompt_id] for each in chosen}
-    if settings.save_rollouts:
-        held.enter_context(only_writer(output_folder(settings.save_rollouts)))
-        check_folder(settings.save_rollouts, sampled_by(law, identity, settings), settings.overwrite)
-        note_missing(settings.save_rollouts, {each.row.prompt_id for each in chosen} - {each.row.prompt_id for each in todo})
-    return Plan(grams, identity, chosen, todo, n_long, law, stored, inputs.left_out, made_under)
-
-
-def sampled_by(law: dict, identity: dict, settings: TracecovSettings) -> dict:
-    """The identity of a folder of --save_rollouts: all that decides what is sampled, and how much of it."""
-    count = {"script": "run_tracecov.py", "continuations": settings.M * settings.K_list[-1]}
-    return {**law, **count, "seed": identity["seed"], "dtype": identity["dtype"]}
-
-
-def identity_beside_the_law(settings: TracecovSettings, sizes: list[int] | None) -> dict:
-    """The entries of a run's identity that say how its Grams are made, in blocks of ``sizes``, which rollouts do not fix."""
-    sketched = sketched_names(settings.estimators) if settings.sketch_dim else []
-    return {
-        "seed": settings.seed,
-        "scoring": settings.scoring,
-        "importance_weights": settings.importance_weights or None,
-        "block_sizes": sizes,
-        "params": settings.params,
-        "by_layer": settings.by_layer,
-        "sketch_dim": settings.sketch_dim,
-        "greedy": "greedy" in extra_rollouts(settings.estimators) and not settings.rollouts,
-        "gram_dtype": settings.gram_dtype,
-        "sketched": sketched,
-        "sketched_at": settings.K_list[-1] if len(sketched) > 1 else None,
-    }
-
-
-def note_older_choice(grams: Path, found: dict, chosen: list[Chosen]) -> None:
-    """Say when Grams of a folder go unused: a run of an earlier version took the first T rows, without a draw."""
-    if "subsample_prompts" in (found.get("flags") or {}):
-        return
-    drawn_now = {gram_store.path_of(grams, each.row.prompt_id).name for each in chosen}
-    others = sum(path.name not in drawn_now for path in grams.glob("*.npz"))
-    if others:
-        print(
-            f"note: {grams}: an earlier version began this run and took the first T rows; now --seed draws them at random. "
-            f"{others} of its Grams are of prompts that are not drawn; they stay, unused",
-            file=sys.stderr,
-        )
-
-
-def is_measured(plan: Plan, settings: TracecovSettings) -> bool:
-    """Whether every Gram and the checks are there, made with the weights that --model names now."""
-    checks = {"self_audit", "sampler_check"} if plan.stored is None else {"self_audit"}
-    if plan.todo or not checks <= set(read_checks(plan.grams)) or not (plan.grams / IDENTITY).exists():
-        return False
-    return read_identity(plan.grams / IDENTITY).get("weights_digest") == weights_digest(settings.model, settings.revision)
-
-
-def begin(plan: Plan, settings: TracecovSettings, fingerprints: list[str]) -> None:
-    """What the first process checks once the weights are known, before anything is measured or removed."""
-    check_same_weights(fingerprints)
-    model_fingerprint = fingerprints[0]
-    if not settings.allow_mismatch:
-        made = [each.row.columns for each in plan.chosen if each.row.oracle_value is not None]
-        check_fingerprint(
-            made, model_fingerprint, path_for_messages(settings), "make the table again, or pass --allow_mismatch"
-        )
-        said = [each.law for each in (plan.stored or {}).values()]
-        fix = "give the checkpoint that sampled these rollouts, or pass --allow_mismatch"
-        check_fingerprint(said, model_fingerprint, path_for_messages(settings), fix)
-    stored = {
-        **plan.identity,
-        "model_fingerprint": model_fingerprint,
-        "weights_digest": weights_digest(settings.model, settings.revision),
-        "flags": stored_flags(settings),
-    }
-    check_identity(plan.grams / IDENTITY, stored, settings.overwrite)
-    if settings.save_rollouts:
-        sampled = {**sampled_by(plan.law, plan.identity, settings), "model_fingerprint": model_fingerprint}
-        begin_folder(settings.save_rollouts, sampled, settings.overwrite)
 
 
 def source_of(plan: Plan, settings: TracecovSettings, model, tokenizer, model_fingerprint: str) -> Sampled | Stored:
@@ -305,10 +115,10 @@ def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
 def rewarded_otherwise(plan: Plan, settings: TracecovSettings, started: float, draw: Draw) -> None:
     """Results under this run's rewards, from Grams that were made of the same rollouts under others; without a model."""
     paths = (gram_store.path_of(plan.grams, each.row.prompt_id) for each in sorted(plan.chosen, key=lambda each: each.index))
-    records = (rewarded_again(record, plan.stored[record.prompt_id], settings) for record in map(gram_store.load, paths))
+    records = (rewarded_again(record, plan.stored, settings) for record in map(gram_store.load, paths))
     now = {name: plan.identity.get(name) for name in REWARDS}
     measured = Measured(records, settings.config(), {**plan.other_rewards, **now}, read_checks(plan.grams))
-    finish(settings, measured, started, draw, why_no_sketch(plan.other_rewards.get("reward"), settings.reward))
+    finish(settings, measured, started, draw, why_no_sketch(plan.other_rewards.get("reward"), settings))
 
 
 def recompute(settings: TracecovSettings, draw: Draw) -> None:
@@ -320,15 +130,21 @@ def recompute(settings: TracecovSettings, draw: Draw) -> None:
         output_folder(settings.plot_path)
     with only_writer(folder / "grams"):
         # The config names what made the Grams, with null where that is not known. The defaults of this call made nothing.
-        made, heeded = {**identity.get("flags", {}), **identity}, {flag.lstrip("-") for flag in WITH_FROM_GRAMS}
+        flags = WITH_FROM_GRAMS_AND_ROLLOUTS if settings.rollouts else WITH_FROM_GRAMS
+        made, heeded = {**identity.get("flags", {}), **identity}, {flag.lstrip("-") for flag in flags}
         config = {name: value if name in heeded else made.get(name) for name, value in settings.config().items()}
         settings = replace(settings, seed=made.get("seed", settings.seed))  # the resamples of the run that made the Grams
         note = gram_store.belonging(grams)[1]
         if note:
             print(f"note: {note}", file=sys.stderr)
-        measured = Measured(gram_store.load_all(grams), config, identity, read_checks(grams))
+        records, no_sketch = gram_store.load_all(grams), None
+        if settings.rollouts:
+            stored, no_sketch = inputs_of(settings).stored, why_no_sketch(identity.get("reward"), settings)
+            records = (rewarded_again(record, stored, settings) for record in records)
+            identity = {**identity, **dict.fromkeys(REWARDS), "reward": config["reward"]}
+        measured = Measured(records, config, identity, read_checks(grams))
         try:
-            finish(settings, measured, started, draw)
+            finish(settings, measured, started, draw, no_sketch)
         except ValueError as error:  # records of different runs in one folder do not fit each other
             raise UserError(f"{grams}: its files cannot be used together ({error}); give a folder of one run") from None
 

@@ -12,7 +12,7 @@ from tiny_models import longrope_model, tiny_tokenizer
 
 from Gradient_evaluation import calculate_oracle_v
 from Gradient_evaluation.runs import measure
-from Gradient_evaluation.runs.tracecov import drawn
+from Gradient_evaluation.runs.plan import drawn
 from Gradient_evaluation.sampling import generate as sampling
 from Gradient_evaluation.stats.blocks import off_diagonal
 from Gradient_evaluation.stats.missing import with_reasons

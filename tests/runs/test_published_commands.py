@@ -17,7 +17,7 @@ from data.make_arithmetic import make_problems
 from Gradient_evaluation import calculate_oracle_v, run_tracecov
 from Gradient_evaluation.chat_template import Chat
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs import tracecov as tracecov_run
+from Gradient_evaluation.runs import plan as plan_of_run
 from Gradient_evaluation.runs.oracle_table import load_oracle_table
 from Policy_Optimization.launch import check_settings
 from Policy_Optimization.overrides import verl_overrides
@@ -119,13 +119,13 @@ def test_the_prompts_are_those_of_the_released_script(n, T, subsample):
     rows = [{"prompt": i} for i in range(n)]
     for seed in (0, 1, 7):
         wanted = [row["prompt"] for row in published_choice(rows, seed, T, subsample)]
-        assert tracecov_run.drawn(n, T, subsample, seed) == wanted
+        assert plan_of_run.drawn(n, T, subsample, seed) == wanted
 
 
 def test_fewer_prompts_are_the_first_of_more():
     for subsample in (None, 30):
-        more = tracecov_run.drawn(50, 20, subsample, 5)
-        assert tracecov_run.drawn(50, 8, subsample, 5) == more[:8] != sorted(more[:8])
+        more = plan_of_run.drawn(50, 20, subsample, 5)
+        assert plan_of_run.drawn(50, 8, subsample, 5) == more[:8] != sorted(more[:8])
 
 
 def test_a_run_numbers_prompts_as_the_released_script_does(policy, table, tmp_path):
@@ -151,7 +151,7 @@ def test_more_prompts_keep_the_grams_of_the_first(policy, table, tmp_path, monke
     flags = ("--K_list", 4, "--M", 1, "--seed", 3)
     words = "--oracle_table t --save_json s --seed 3 --T 4 --max_new_tokens 2".split()
     made = parsed(run_tracecov, monkeypatch, "--model", str(policy), *words)
-    taken, _ = tracecov_run.choose_rows(load_oracle_table(table), made, tiny_tokenizer(("<eos>", "1", "2", "3")), Chat())
+    taken, _ = plan_of_run.choose_rows(load_oracle_table(table), made, tiny_tokenizer(("<eos>", "1", "2", "3")), Chat())
     assert [row.prompt for _, row, _ in taken] == published_choice(PROMPTS, 3, 4)
     assert [index for index, _, _ in taken] == [PROMPTS.index(row.prompt) for _, row, _ in taken]
     assert tracecov(policy, table, tmp_path, *flags, "--T", 2)[0] == 0

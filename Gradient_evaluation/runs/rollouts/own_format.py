@@ -155,18 +155,21 @@ def _prompt(where: str, record: Mapping[str, Any]) -> str | list | None:
 
 
 def _continuation(where: str, record: Mapping[str, Any], tokenizer, shared: dict[int, int]) -> Continuation:
-    tokens, ended = _ids(where, record, "response_ids", shared), record["ended"]
+    tokens, ended = _ids(where, record, "response_ids", shared), record.get("ended")
     if tokens is None or not isinstance(ended, bool):
         name = "response_ids" if tokens is None else "ended"
         kind = "a list of token ids" if tokens is None else "true or false"
-        raise UserError(f"{where}: its {name} is {shorten_repr(record[name])}, not {kind}; {FIX}")
+        raise UserError(f"{where}: its {name} is {shorten_repr(record.get(name))}, not {kind}; {FIX}")
     text = record.get("text")
     if text is None:
         text = decode_text(tokenizer, list(tokens[:-1] if ended else tokens))
     if not isinstance(text, str):
         raise UserError(f"{where}: its text is {shorten_repr(text)}, not a string; {FIX}")
     numbers = {name: _numbers(where, name, record.get(name)) for name in ("log_probs", "log_kept")}
-    return Continuation(tokens, ended, text, **numbers, mask=_mask(where, record.get("mask")))
+    mask = _mask(where, record.get("mask"))
+    if mask is not None and len(mask) == len(tokens) and all(mask):
+        mask = None
+    return Continuation(tokens, ended, text, **numbers, mask=mask)
 
 
 def _ids(where: str, record: Mapping[str, Any], name: str, shared: dict[int, int]) -> tuple[int, ...] | None:
@@ -195,7 +198,7 @@ def _mask(where: str, values: Any) -> tuple[bool, ...] | None:
         return None
     if not isinstance(values, (list, tuple)) or not all(type(value) in (bool, int) and value in (0, 1) for value in values):
         raise UserError(f"{where}: its mask is {shorten_repr(values)}, not a list of true and false (or 1 and 0); {FIX}")
-    return None if all(values) else tuple(bool(value) for value in values)
+    return tuple(bool(value) for value in values)
 
 
 def _number(where: str, name: str, value: Any) -> float:

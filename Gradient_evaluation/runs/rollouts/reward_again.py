@@ -6,6 +6,7 @@ under its rewards does not: the gradient sketches behind c1 and G*, and the mome
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -16,17 +17,21 @@ from Gradient_evaluation.runs.rollouts.stored import rewards_of_rollouts
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import TracecovSettings
 
+HALF_PRECISION = 0.1  # by which log pi of a continuation may differ between sampler and scorer, per root of its tokens
 
-def rewarded_again(record: GramRecord, rollouts: Rollouts, settings: TracecovSettings) -> GramRecord:
+
+def rewarded_again(record: GramRecord, several: Mapping[int, Rollouts], settings: TracecovSettings) -> GramRecord:
     """The record with the rewards that ``settings`` ask for, and without what belongs to the old ones.
 
-    Raises UserError where the record is of other continuations.
+    several: rollouts by prompt id. Raises UserError where the prompt is not among them, or has other continuations.
     """
-    lengths = np.array([each.length for each in rollouts.continuations])
-    if not np.array_equal(lengths, record.lengths):
+    rollouts = several.get(record.prompt_id)
+    if rollouts is None:
+        raise UserError(f"--rollouts: holds no prompt {record.prompt_id:016x}, whose Gram is stored; give all its rollouts")
+    if not _same_continuations(record, rollouts):
         raise UserError(
-            f"{rollouts.where(0)}: the stored Grams of its prompt are of other continuations; pass --overwrite to measure "
-            "these, or choose another --save_json"
+            f"{rollouts.where(0)}: the stored Gram of its prompt is of other continuations; measure these in a new --save_json "
+            "folder"
         )
     return replace(
         record,
@@ -35,13 +40,29 @@ def rewarded_again(record: GramRecord, rollouts: Rollouts, settings: TracecovSet
     )
 
 
-def why_no_sketch(then: object, now: object) -> str:
-    """The reason that results have beside c1 and G*."""
+def _same_continuations(record: GramRecord, rollouts: Rollouts) -> bool:
+    """Whether they may be the same: as many, of the same lengths, with about the same log-probs where they have some."""
+    lengths = np.array([each.length for each in rollouts.continuations])
+    if not np.array_equal(lengths, record.lengths):
+        return False
+    if any(each.log_probs is None or each.mask is not None for each in rollouts.continuations):
+        return True
+    sums = np.array([each.log_probs.sum(dtype=np.float64) for each in rollouts.continuations])
+    return bool(np.median(np.abs(sums - record.log_probs) / np.sqrt(lengths)) < HALF_PRECISION)
+
+
+def why_no_sketch(then: object, settings: TracecovSettings) -> str:
+    """The reason that results have beside c1 and G*. then: the reward under which the sketches were made."""
+    command = f"run_tracecov.py --rollouts {' '.join(settings.rollouts)} --model {settings.model}"
+    if settings.reward is not None:
+        command += f" --reward {_text(settings.reward)}"
+    now = "the rewards in the files" if settings.reward is None else f"--reward {_text(settings.reward)}"
+    made = "the rewards in the files" if then is None else f"--reward {_text(then)}"
     return (
-        f"the gradient sketches of these Grams were made under {_named(then)}, not under {_named(now)}; the same command with "
-        "a new --save_json folder measures them"
+        f"the gradient sketches of these Grams were made under {made}, not under {now}; {command} with a new --save_json "
+        "folder measures them"
     )
 
 
-def _named(reward: object) -> str:
-    return "the rewards in the files" if reward is None else f"--reward {reward}"
+def _text(reward: object) -> str:
+    return reward if isinstance(reward, str) else " ".join(reward)

@@ -4,7 +4,7 @@ usable(several, settings)                    the prompts with at least four rewa
 check_law(rollouts, identity, ...)           they were sampled as this run's flags say
 digest(several), rewards_digest(several)     what the identity of a run holds of them
 rewards_of_rollouts(rollouts, settings)      those of the file, or of --reward
-with_oracle_value(row, identity)             the row with the V_oracle of its columns, where that is of this law and reward
+with_value_of_this_law(row, identity)        the row with the V_oracle of its columns, where that is of this law and reward
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import Row, to_json, warn_on_stderr
-from Gradient_evaluation.runs.oracle_table import ADDED_LATER, OracleRow, oracle_row, without_oracle_value
+from Gradient_evaluation.runs.oracle_table import ADDED_LATER, OracleRow, with_oracle_value, without_oracle_value
 from Gradient_evaluation.runs.rewards import OUT_OF_RANGE, RESCALE, rewards_of, squares_fit
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import TracecovSettings
@@ -124,9 +124,9 @@ def rewards_digest(several: Sequence[Rollouts]) -> str:
     return found.hexdigest()[:16]
 
 
-def with_oracle_value(row: Row, identity: dict[str, Any]) -> OracleRow:
+def with_value_of_this_law(row: Row, identity: dict[str, Any]) -> OracleRow:
     """The row with the oracle value that its columns hold, where they are of this law and reward; else with None."""
     identity = to_json(identity)
     if "V_oracle" in row.columns and all(row.columns.get(name, value) == value for name, value in identity.items()):
-        return OracleRow(**{**vars(oracle_row(row.where, row.columns)), "prompt_id": row.prompt_id})
+        return with_oracle_value(row)
     return without_oracle_value(row)
