@@ -148,7 +148,6 @@ def identity_beside_the_law(settings: TracecovSettings, sizes: list[int] | None)
     return {
         "seed": settings.seed,
         "scoring": settings.scoring,
-        "importance_weights": settings.importance_weights or None,
         "block_sizes": sizes,
         "params": settings.params,
         "by_layer": settings.by_layer,

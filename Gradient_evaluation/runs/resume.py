@@ -45,6 +45,7 @@ FROM_ELSEWHERE = {
     "prompt_format": "the tokenizer and chat template of --model",
     "model_fingerprint": "the weights and config of --model",
     "rollouts": "the tokens of --rollouts",
+    "importance_weights": "--importance_weights, and the log-probs of --rollouts",
     "file_rewards": "the rewards in the files of --rollouts",
 }
 
