@@ -32,7 +32,8 @@ OTHER_MODEL = 0.1  # mean |difference| or |surprise| per token from which anothe
 CLEAR, DOUBTFUL = 6.0, 3.0  # standard errors by which a surprise is clearly not 0, and by which a run warns
 SHARE_OF_LEFT = 0.3  # of so large a difference, below which another law explains it
 RARE, CHANCE = 0.01, 1e-6  # an end of sequence less likely than RARE; a chance of so many of them that is none
-TRIED = 128  # tokens on which other laws are tried
+TRIED, MANY = 128, 1024  # different tokens on which other laws are tried; tokens as drawn on which surprise is judged
+POSSIBLE = 3.0  # standard errors of a surprise up to which a law may have sampled
 LEAST_EFFECTIVE, LEAST_SHARE = 4, 0.1  # rollouts, and share of them, that importance weights must leave of a prompt
 HINT = "pass --allow_mismatch to measure them all the same"
 
@@ -46,6 +47,7 @@ class Comparison:
     def __init__(self, gram: ScoreGram, law: SamplingLaw, allow_mismatch: bool = False):
         self.gram, self.law, self.allow_mismatch = gram, law, allow_mismatch
         self.warned, self.surprise = False, np.zeros(3)  # total, variance, tokens
+        self.off = np.zeros(2)  # sum of |scorer less sampler|, tokens
         self.tried: list[Tokens] = []  # the first different tokens, on which other laws are tried
 
     def of_prompt(self, prompt_ids: Sequence[int], drawn: Sequence[Continuation], where: str, size: int) -> dict:
@@ -79,11 +81,13 @@ class Comparison:
             "effective": effective_share(np.array([each.sum() for each in values])),
         }
         mean, error = kept["mean_difference"], None
+        self.off += every.sum(), len(every)
         few = sum(len(each.tokens) for each in self.tried) < TRIED
         if few:
-            self.tried += self._first_tokens(prompt_ids, drawn)
+            self.tried += self._different_tokens(prompt_ids, drawn)
         if mean > ROUNDING or (mean > EXACT and few):
-            error = self._other_law(self.tried if few else self._first_tokens(prompt_ids, drawn), mean, cut, where)
+            tried = self.tried if few else self._different_tokens(prompt_ids, drawn)
+            error = self._other_law(tried, self._drawn_tokens(prompt_ids, drawn), mean, cut, where)
         return kept, error or self._cut_off(cut, len(every), where)
 
     def _surprises(self, prompt_ids, drawn, where: str, size: int) -> tuple[dict, UserError | None]:
@@ -107,7 +111,7 @@ class Comparison:
         self.surprise += found
         total, variance, count = self.surprise
         if abs(total) > max(CLEAR * math.sqrt(variance), OTHER_MODEL * count):
-            return kept, self._other_sampler(self._first_tokens(prompt_ids, drawn), total / count, where)
+            return kept, self._other_sampler(self._drawn_tokens(prompt_ids, drawn), total / count, where)
         return kept, None
 
     def _tokens(self, prompt_ids, drawn: Sequence[Continuation], size: int) -> Iterator[Tokens]:
@@ -121,7 +125,12 @@ class Comparison:
                 given = None if each.log_probs is None else np.asarray(each.log_probs, dtype=np.float64)[counts]
                 yield Tokens(row[index], tokens, given, each.ended and bool(counts[-1]))
 
-    def _first_tokens(self, prompt_ids, drawn: Sequence[Continuation]) -> list[Tokens]:
+    def _drawn_tokens(self, prompt_ids, drawn: Sequence[Continuation]) -> list[Tokens]:
+        """The tokens of the first continuations, as often as they were drawn."""
+        lengths = np.cumsum([each.length for each in drawn])
+        return list(self._tokens(prompt_ids, drawn[: int(np.searchsorted(lengths, MANY)) + 1], 1))
+
+    def _different_tokens(self, prompt_ids, drawn: Sequence[Continuation]) -> list[Tokens]:
         """Tokens that differ or stand in other contexts: the same first token of many continuations counts once."""
         found, count, seen = [], 0, set()
         for each, one in zip(self._tokens(prompt_ids, drawn, 1), drawn):
@@ -137,32 +146,37 @@ class Comparison:
                 break
         return found
 
-    def _other_law(self, tried: list[Tokens], mean: float, cut: int, where: str) -> UserError | None:
+    def _other_law(self, tried, as_drawn: list[Tokens], mean: float, cut: int, where: str) -> UserError | None:
         """The error that says what the log-probs are; None where rounding explains what they are off."""
-        law = self.law
+        law, (other, least, clear) = self.law, nearer(tried, self.law)
         about = f"{where}: the log-probs of its rollouts are {mean:.2g} per token off those of --model"
-        other, least, clear = nearer(tried, law)
         if clear or (mean > OTHER_MODEL and least < SHARE_OF_LEFT * mean):
             about = f"{about} under these flags, and {least:.2g} off {flags_of(other)}"
+            raw = " (vLLM's default, logprobs_mode raw_logprobs)" if other.temperature == 1.0 else ""
+            before = f"taken before the law{raw}: sample with processed_logprobs"
             whole = other.top_p == 1.0 and not other.top_k and other.temperature in (1.0, law.temperature)
-            as_stated = other.temperature == law.temperature or abs(standardised(tried, law)) <= abs(standardised(tried, other))
-            if whole and not cut and as_stated:  # the tokens are of the law that is stated, their log-probs are not
-                raw = " (vLLM's default, logprobs_mode raw_logprobs)" if other.temperature == 1.0 else ""
-                return UserError(f"{about}: they were taken before the law{raw}; sample with processed_logprobs, or {HINT}")
-            return UserError(f"{about}: they were sampled so; pass these flags, or {HINT}")
-        if mean > OTHER_MODEL:
+            by_stated = whole and not cut and abs(standardised(as_drawn, law)) <= POSSIBLE
+            by_other = other.temperature != law.temperature and abs(standardised(as_drawn, other)) <= POSSIBLE
+            if by_stated and not by_other:  # the tokens are of the law that is stated, their log-probs are not
+                return UserError(f"{about}: they were {before}, or {HINT}")
+            either = f", or they were {before}" if by_stated else ""
+            return UserError(f"{about}: they were sampled so, and these flags are to be passed{either}; or {HINT}")
+        overall = self.off[0] / self.off[1]
+        if overall > OTHER_MODEL:
+            about = f"{where}: the log-probs of the rollouts so far are {overall:.2g} per token off those of --model"
             return UserError(
                 f"{about}, and at no temperature nearer: another checkpoint sampled them (rounding leaves {ROUNDING:g}); give "
                 f"that one, or {HINT}"
             )
         return None
 
-    def _other_sampler(self, tried: list[Tokens], by: float, where: str) -> UserError:
-        kind, fitting = ("less" if by > 0 else "more"), likeliest(tried, self.law)
+    def _other_sampler(self, as_drawn: list[Tokens], by: float, where: str) -> UserError:
+        kind, fitting = ("less" if by > 0 else "more"), likeliest(as_drawn, self.law)
         about = f"{where}: its rollouts are {kind} likely than --model samples them, by {abs(by):.2g} per token"
-        if abs(standardised(tried, fitting)) <= 3:
+        if abs(standardised(as_drawn, fitting)) <= POSSIBLE:
             return UserError(
-                f"{about}, as at temperature {fitting.temperature:.2g}; pass the sampler's --temperature, or {HINT}"
+                f"{about}, and as likely as it would at temperature {fitting.temperature:.2g}; pass the sampler's --temperature, "
+                f"its checkpoint if that is another one, or {HINT}"
             )
         return UserError(f"{about}, and at no temperature as likely: another checkpoint sampled them; give that one, or {HINT}")
 
