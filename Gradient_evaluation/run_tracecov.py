@@ -5,12 +5,16 @@
         --save_json outputs/demo --plot_path outputs/demo
     python Gradient_evaluation/run_tracecov.py --model Qwen/Qwen2.5-0.5B-Instruct \
         --oracle_table outputs/qwen/oracle_v_n1000_Qwen2.5-0.5B-Instruct.jsonl --save_json outputs/qwen
+    python Gradient_evaluation/run_tracecov.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Kyleyee/arithmetic-test \
+        --T 50 --M 4 --save_json outputs/one_command
+    python Gradient_evaluation/run_tracecov.py --model CHECKPOINT --rollouts DIR --save_json outputs/from_rollouts
     python Gradient_evaluation/run_tracecov.py --from_grams outputs/demo/grams --K_list 2 3 5 --save_json outputs/any_K
 
-For T prompts, drawn from the oracle table by --seed, it samples M * max(K_list) continuations each and builds the Gram
-matrix of their scores over all parameters. From it follow the traces of the vanilla, GRPO and oracle estimators at every group
-size at once. Each prompt's Gram is stored as soon as it is done: run the command again and it continues, or give
---from_grams to compute other group sizes without a model. The loop over prompts is in runs/tracecov.py.
+For T prompts, drawn by --seed from an oracle table or a data set, it samples M * max(K_list) continuations each and builds the
+Gram matrix of their scores over all parameters. From it follow the traces of the vanilla, GRPO and oracle estimators at every
+group size at once. Each prompt's Gram is stored as soon as it is done: run the command again and it continues, or give
+--from_grams to compute other group sizes without a model. --rollouts measures continuations that are there, and samples none
+(docs/rollouts.md). The loop over prompts is in runs/tracecov.py.
 """
 
 from __future__ import annotations

@@ -22,15 +22,25 @@ ROOT = Path(__file__).resolve().parents[1]
 # README.md and what it links, in the order in which a person's commands build on each other
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in "prompts estimators long_runs files limits costs paper training method".split()),
+    *(f"docs/{name}.md" for name in "prompts rollouts estimators long_runs files limits costs paper training method".split()),
 )
 INSTALLED = ("-o", ".venv/installed", "-o", "outputs/verl_cpu/venv/installed")  # what make is to take as done
 REPORTED = "outputs/demo/tracecov_tiny_model.json"  # what make report takes without RESULTS
 PROGRAMS = ("python", ".venv/bin/python", "torchrun", "bash", "make", "pip", "ray", "wandb", "jupyter", "export")
-WRITTEN_BY = ("--out", "--out_dir", "--save_json", "--plot_path", "--run_dir", "--sweep_dir", "--target_dir", "--local_dir")
+WRITTEN_BY = (
+    "--out",
+    "--out_dir",
+    "--save_json",
+    "--plot_path",
+    "--save_rollouts",
+    "--run_dir",
+    "--sweep_dir",
+    "--target_dir",
+    "--local_dir",
+)
 # the names of what the scripts write; an outputs/ path of the README that is read must be one of them
 OUTPUTS = re.compile(
-    r"oracle_v_n\d+_[\w.-]+\.jsonl|tracecov_(?!.*_detailed)[\w.-]+\.json|grams|manifest\.json|"
+    r"oracle_v_n\d+_[\w.-]+\.jsonl|tracecov_(?!.*_detailed)[\w.-]+\.json|grams|rollouts|manifest\.json|"
     r"group_sizes\.json|(train|val)\.parquet|(arithmetic_\w+|problems)\.jsonl"
 )
 SWEEPS_OWN = {"--dry_run": 0, "--env": 1, "--sweep_dir": 1}  # read by the shell script itself

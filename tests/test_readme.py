@@ -111,7 +111,8 @@ def written_by(command: Command) -> set[str]:
     def flag(name, default=None):
         return words[words.index(name) + 1] if name in words else default
 
-    label, found = Path(flag("--model", command.variables.get("MODEL", ""))).name, {flag("--out", "")}
+    label = Path(flag("--model", command.variables.get("MODEL", ""))).name
+    found = {flag("--out", ""), flag("--save_rollouts", "")}
     if "calculate_oracle_v.py" in program:
         found.add(f"{flag('--out_dir')}/oracle_v_n{flag('--n_oracle', 1000)}_{label}.jsonl")
     elif "run_tracecov.py" in program:
@@ -196,6 +197,7 @@ ADDED = {
     SCRIPTS + "calculate_oracle_v.py --model RUN_DIR": [*TOKENS, "--n_oracle", "4"],
     SCRIPTS + "calculate_oracle_v.py": TOKENS,
     SCRIPTS + "run_tracecov.py --from_grams": [],
+    SCRIPTS + "run_tracecov.py --rollouts": [*TOKENS, "--K_list", "4", "8"],
     SCRIPTS + "run_tracecov.py": [*TOKENS, "--K_list", "4", "8", "--M", "4"],
     "Policy_Optimization/train_group_sizes.py": [
         *TOKENS,

@@ -18,6 +18,7 @@ from Gradient_evaluation.runs.oracle_table import OracleRow, check_same_law, loa
 from Gradient_evaluation.runs.prompts import run_identity
 from Gradient_evaluation.runs.rewards import check_ground_truths
 from Gradient_evaluation.runs.rollouts import read_rollouts
+from Gradient_evaluation.runs.rollouts.context import DataSetRows
 from Gradient_evaluation.runs.rollouts.stored import (
     check_law,
     digest,
@@ -61,9 +62,8 @@ def inputs_of(settings: TracecovSettings) -> Inputs:
     if not settings.rollouts:
         return Inputs(rows, tokenizer, None)
     several = read_rollouts(settings.rollouts, tokenizer, rows, settings)
-    if rows is not None:  # the order of the data set, as a run has it that samples its prompts
-        index = {row.prompt_id: i for i, row in enumerate(rows)}
-        several = sorted(several, key=lambda each: index.get(each.row.prompt_id, len(rows)))
+    if rows is not None:
+        several = DataSetRows(rows).in_order(several)
     found = usable(several, settings)
     rows = [without_oracle_value(each.row) for each in found.rollouts]
     if settings.reward is not None:

@@ -186,13 +186,13 @@ def begin(plan: Plan, settings: TracecovSettings, fingerprints: list[str]) -> No
     check_same_weights(fingerprints)
     model_fingerprint = fingerprints[0]
     if not settings.allow_mismatch:
+        said = [each.law for each in (plan.stored or {}).values()]
+        fix = "give the checkpoint that sampled these rollouts, or pass --allow_mismatch"
+        check_fingerprint(said, model_fingerprint, path_for_messages(settings), fix)
         made = [each.row.columns for each in plan.chosen if each.row.oracle_value is not None]
         check_fingerprint(
             made, model_fingerprint, path_for_messages(settings), "make the table again, or pass --allow_mismatch"
         )
-        said = [each.law for each in (plan.stored or {}).values()]
-        fix = "give the checkpoint that sampled these rollouts, or pass --allow_mismatch"
-        check_fingerprint(said, model_fingerprint, path_for_messages(settings), fix)
     stored = {
         **plan.identity,
         "model_fingerprint": model_fingerprint,

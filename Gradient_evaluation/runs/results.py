@@ -163,6 +163,7 @@ def replaced(path: Path, results: dict) -> str | None:
         n_prompts = before["n_prompts"]
         sizes = [str(K) for K in before["K_list"] if K not in results["K_list"]]
         names = [name for name in before["estimators"] if name not in results["estimators"]]
+        reward = (before.get("law") or {}).get("reward")
     except (OSError, ValueError, KeyError, TypeError):
         return None
     lost = []
@@ -172,6 +173,8 @@ def replaced(path: Path, results: dict) -> str | None:
         lost.append(f"K = {', '.join(sizes)}")
     if names:
         lost.append(f"the estimators {', '.join(names)}")
+    if reward is not None and reward != results["law"].get("reward"):
+        lost.append(f"the reward {reward}")
     if not lost:
         return None
     return (
@@ -350,7 +353,7 @@ def in_one_line(results: dict, otherwise: str) -> str:
 def describe_each(several: Sequence[dict]) -> list[str]:
     """``describe`` of results files that are compared; what they differ in is named too.
 
-    Prompts (zero-shot, few-shot) are named by the folder and file name of their oracle table.
+    Prompts (zero-shot, few-shot) are named by the folder and file name of their oracle table, rollouts or data set.
     """
     facts = [_facts(results) for results in several]
     differing = [name for name in IF_DIFFERENT if len({repr(each.get(name)) for each in facts}) > 1]
@@ -360,8 +363,9 @@ def describe_each(several: Sequence[dict]) -> list[str]:
 def _facts(results: dict) -> dict:
     config = results.get("config") or {}
     facts = {**config, **(results.get("law") or {})}
-    if config.get("oracle_table"):
-        facts["prompts"] = "/".join(Path(config["oracle_table"]).parts[-2:])
+    source = config.get("oracle_table") or (config.get("rollouts") or [config.get("dataset")])[0]
+    if source:
+        facts["prompts"] = "/".join(Path(source).parts[-2:])
     return facts
 
 

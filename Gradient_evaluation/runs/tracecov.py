@@ -114,8 +114,12 @@ def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
 
 def rewarded_otherwise(plan: Plan, settings: TracecovSettings, started: float, draw: Draw) -> None:
     """Results under this run's rewards, from Grams that were made of the same rollouts under others; without a model."""
-    paths = (gram_store.path_of(plan.grams, each.row.prompt_id) for each in sorted(plan.chosen, key=lambda each: each.index))
-    records = (rewarded_again(record, plan.stored, settings) for record in map(gram_store.load, paths))
+    rows = [each.row for each in sorted(plan.chosen, key=lambda each: each.index)]
+    stored = ((row, gram_store.load(gram_store.path_of(plan.grams, row.prompt_id))) for row in rows)
+    records = (
+        replace(rewarded_again(record, plan.stored, settings), oracle_value=row.oracle_value, n_oracle=row.oracle_samples)
+        for row, record in stored
+    )
     now = {name: plan.identity.get(name) for name in REWARDS}
     measured = Measured(records, settings.config(), {**plan.other_rewards, **now}, read_checks(plan.grams))
     finish(settings, measured, started, draw, why_no_sketch(plan.other_rewards.get("reward"), settings))

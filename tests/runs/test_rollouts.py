@@ -166,7 +166,7 @@ def test_a_data_set_gives_ground_truths_and_order(policy, problems, rows, tmp_pa
     agree(read(tmp_path / "b" / RESULTS)["estimators"], read(tmp_path / "a" / RESULTS)["estimators"])
 
 
-def test_a_stopped_run_of_rollouts_goes_on_to_the_same_bytes(policy, in_place, rows, tmp_path, capsys):
+def test_a_stopped_run_of_rollouts_goes_on_to_the_same(policy, in_place, rows, tmp_path, capsys):
     flags = ("--K_list", 4)
     assert measure(policy, [in_place / "rollouts"], tmp_path, *flags)[0] == 0
     whole = files_of(tmp_path)
@@ -179,7 +179,9 @@ def test_a_stopped_run_of_rollouts_goes_on_to_the_same_bytes(policy, in_place, r
     shorter = written(rows[:-1], tmp_path / "other.jsonl")
     one_line_error(measure(policy, [shorter], tmp_path, *flags, capsys=capsys), "run.json", "the tokens of --rollouts")
     better = written([{**rows[0], "reward": 0.5}, *rows[1:]], tmp_path / "better.jsonl")
-    one_line_error(measure(policy, [better], tmp_path, *flags, capsys=capsys), "run.json", "the rewards in the files")
+    assert measure(policy, [better], tmp_path, *flags)[0] == 0  # the same tokens, so that their Grams serve
+    law = read(tmp_path / RESULTS)["group_size_law"]
+    assert law["c1"] is None and "under other rewards, not under the rewards that the files have now" in law["reasons"]["c1"]
 
 
 def test_two_processes_share_rollouts(policy, in_place, tmp_path):
@@ -243,7 +245,8 @@ def test_another_reward_needs_no_model_where_the_grams_are(policy, in_place, bac
             why = law["reasons"][key]
             assert "made under --reward integer, not under --reward last_integer" in why
             assert f"run_tracecov.py --rollouts {rollouts} --model {policy} --reward last_integer" in why
-        assert found["law"]["reward"] == "last_integer" and found["conditional_on_x"]["oracleV"] == [None, None]
+        assert found["law"]["reward"] == "last_integer"
+        assert found["conditional_on_x"]["oracleV"] == [None, None]  # V(x) of the table belongs to its own reward
     assert {path: path.read_bytes() for path in (tmp_path / "old" / "grams").iterdir()} == grams
     assert measure(policy, [rollouts], tmp_path / "old", *BLOCKS)[0] == 0  # the old rewards again
     assert read(tmp_path / "old" / RESULTS)["group_size_law"]["c1"] is not None
@@ -370,7 +373,7 @@ def test_a_data_set_gives_every_curve_but_the_oracles(policy, problems, table, i
         ("--from_grams a --rollouts b", ("--from_grams", "--reward")),
         ("--oracle_table a --split test", ("--split", "--dataset")),
         ("--rollouts a --M 3", ("--M", "--rollouts")),
-        ("--rollouts a --gen_bs 3 --save_rollouts b", ("--gen_bs, --save_rollouts", "--rollouts")),
+        ("--rollouts a --gen_bs 3 --save_rollouts b", ("--save_rollouts, --gen_bs", "--rollouts")),
     ],
 )
 def test_there_is_one_source_of_prompts(tmp_path, capsys, flags, parts):

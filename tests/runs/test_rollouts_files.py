@@ -1,19 +1,23 @@
 """Files of rollouts that cannot be measured are one line each; those that only look odd are taken."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from readme_commands import code_blocks
 from rollouts_runs import measure, rows_in, written
-from scripts import RESULTS, one_line_error, read, tracecov
+from scripts import RESULTS, ROOT, one_line_error, read, tracecov
 
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.dataset import make_row
-from Gradient_evaluation.runs.rollouts import read_rollouts
+from Gradient_evaluation.runs.rollouts import own_format, read_rollouts
+from Gradient_evaluation.runs.rollouts.context import Context
 from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
 from Gradient_evaluation.sampling.generate import Continuation
+from Gradient_evaluation.sampling.rollouts import check_rollouts
 
 SIZE = ("--K_list", 4)
 
@@ -136,6 +140,20 @@ def test_rollouts_longer_than_the_context_are_refused(policy, rows, tmp_path, ca
     one_line_error(outcome, "its longest continuation 64", "--skip_long")
     code, out, err = measure(policy, [long], tmp_path / "out", *SIZE, "--skip_long", capsys=capsys)
     assert code == 0 and "left out 1 prompts that are too long" in out, err
+
+
+def test_the_page_of_the_format_has_its_columns_and_examples(rows):
+    page = (ROOT / "docs" / "rollouts.md").read_text()
+    known = {
+        name for line in page.splitlines() if line.startswith("| `") for name in re.findall(r"`(\w+)`", line.split("|")[1])
+    }
+    assert known >= {*rows[0], "mask", "rewards", "messages", "step"} and known <= {*own_format.COLUMNS}
+    examples = [json.loads(line) for block in code_blocks(page, "json") for line in block.splitlines()]
+    assert len(examples) == 4 and {name for row in examples for name in row} <= known
+    data = make_row("data", {"prompt": "1", "ground_truth": 1})
+    for context, some in ((Context(None, None, None), examples[:3]), (Context(None, [data], None), examples[3:])):
+        some = [{"text": "", **row, **({"prompt_id": f"{data.prompt_id:016x}"} if context.rows else {})} for row in some]
+        check_rollouts(own_format.read([(f"line {i}", row) for i, row in enumerate(some)], context))
 
 
 # ------------------------------------------------------------------------------------------------ what is written is read again

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import Row
+from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import Settings
 
 
@@ -23,6 +24,7 @@ class DataSetRows:
     """The rows of --dataset, found by what rollouts say of their prompt."""
 
     def __init__(self, rows: Sequence[Row]):
+        self.rows = rows
         self.by_id = {row.prompt_id: row for row in rows}
         self.by_prompt: dict[str, list[Row]] = {}
         for row in rows:
@@ -49,6 +51,11 @@ class DataSetRows:
                 "other ground truths or tools; give rollouts with a prompt_id"
             )
         return found[0]
+
+    def in_order(self, several: Sequence[Rollouts]) -> list[Rollouts]:
+        """The rollouts in the order of the rows, as a run has them that samples the prompts itself."""
+        index = {row.prompt_id: i for i, row in enumerate(self.rows)}
+        return sorted(several, key=lambda each: index[self.of(each.row).prompt_id])
 
 
 def _key(prompt: Any) -> str:

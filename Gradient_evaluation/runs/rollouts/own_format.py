@@ -25,6 +25,10 @@ from Gradient_evaluation.sampling.stop_strings import decode_text
 from Gradient_evaluation.utils import normalise_prompt
 
 FIX = "docs/rollouts.md has the format"
+COLUMNS = (
+    "prompt messages prompt_id prompt_ids ground_truth columns response_ids ended text log_probs log_kept mask reward rewards "
+    "step law"
+).split()
 OF_PROMPT = ("prompt", "messages", "ground_truth", "columns", "prompt_ids")  # the same in every row of a prompt
 HEX = set("0123456789abcdef")
 
@@ -135,10 +139,11 @@ def _row(where: str, record: Mapping[str, Any], known: DataSetRows | None) -> Ro
         tools = tool_schemas(columns.get("tools"))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    if isinstance(key, str):
-        key = prompt_id(prompt, ground_truth, tools)
-    row = Row(prompt, ground_truth, columns, where, key)
-    return row if known is None else replace(known.of(row), where=where)
+    row = Row(prompt, ground_truth, columns, where, prompt_id(prompt, ground_truth, tools) if isinstance(key, str) else key)
+    if known is None:
+        return row
+    found = known.of(row)  # keeps the id that the file has, so that Grams made without --dataset are found again
+    return replace(found, where=where, prompt_id=found.prompt_id if isinstance(key, str) else key)
 
 
 def _prompt(where: str, record: Mapping[str, Any]) -> str | list | None:

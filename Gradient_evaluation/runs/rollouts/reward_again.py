@@ -17,6 +17,17 @@ from Gradient_evaluation.runs.rollouts.stored import rewards_of_rollouts
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import TracecovSettings
 
+# Fields of a record that a block summed up under its rewards, or that a table gives for them.
+OF_ITS_REWARDS = (
+    "oracle_value",
+    "n_oracle",
+    "sketch",
+    "sketch_names",
+    "sketch_layout",
+    "modules",
+    "module_moments",
+    "greedy_reward",
+)
 HALF_PRECISION = 0.1  # by which log pi of a continuation may differ between sampler and scorer, per root of its tokens
 
 
@@ -33,11 +44,7 @@ def rewarded_again(record: GramRecord, several: Mapping[int, Rollouts], settings
             f"{rollouts.where(0)}: the stored Gram of its prompt is of other continuations; measure these in a new --save_json "
             "folder"
         )
-    return replace(
-        record,
-        rewards=rewards_of_rollouts(rollouts, settings),
-        **dict.fromkeys(("sketch", "sketch_names", "sketch_layout", "modules", "module_moments", "greedy_reward")),
-    )
+    return replace(record, rewards=rewards_of_rollouts(rollouts, settings), **dict.fromkeys(OF_ITS_REWARDS))
 
 
 def _same_continuations(record: GramRecord, rollouts: Rollouts) -> bool:
@@ -56,8 +63,8 @@ def why_no_sketch(then: object, settings: TracecovSettings) -> str:
     command = f"run_tracecov.py --rollouts {' '.join(settings.rollouts)} --model {settings.model}"
     if settings.reward is not None:
         command += f" --reward {_text(settings.reward)}"
-    now = "the rewards in the files" if settings.reward is None else f"--reward {_text(settings.reward)}"
-    made = "the rewards in the files" if then is None else f"--reward {_text(then)}"
+    now = "the rewards that the files have now" if settings.reward is None else f"--reward {_text(settings.reward)}"
+    made = "other rewards" if then is None or settings.reward is None else f"--reward {_text(then)}"
     return (
         f"the gradient sketches of these Grams were made under {made}, not under {now}; {command} with a new --save_json "
         "folder measures them"
