@@ -1,9 +1,9 @@
 """Sample with vLLM, many prompts at once → rollouts that run_tracecov.py measures.
 
-    python Gradient_evaluation/sample_with_vllm.py --model Qwen/Qwen2.5-7B-Instruct --dataset Kyleyee/arithmetic-test \
-        --split test --n 64 --top_p 1 --max_new_tokens 512 --tensor_parallel_size 2 --save_rollouts outputs/rollouts
-    python Gradient_evaluation/run_tracecov.py --rollouts outputs/rollouts --model Qwen/Qwen2.5-7B-Instruct --reward math \
-        --top_p 1 --max_new_tokens 512 --save_json outputs/qwen
+    python Gradient_evaluation/sample_with_vllm.py --model Qwen/Qwen2.5-1.5B-Instruct --dataset Kyleyee/arithmetic-test \
+        --n 64 --top_p 1 --max_new_tokens 512 --tensor_parallel_size 2 --save_rollouts outputs/vllm/rollouts
+    python Gradient_evaluation/run_tracecov.py --rollouts outputs/vllm/rollouts --model Qwen/Qwen2.5-1.5B-Instruct \
+        --reward math --top_p 1 --max_new_tokens 512 --save_json outputs/vllm
 
 It needs vLLM (tried with 0.27), in an environment of its own if need be: the files are all that the other script takes. For
 each prompt it writes one parquet file with n continuations: their token ids, the log-prob of each token under the sampling

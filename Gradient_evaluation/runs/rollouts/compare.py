@@ -175,8 +175,8 @@ class Comparison:
         about = f"{where}: its rollouts are {kind} likely than --model samples them, by {abs(by):.2g} per token"
         if abs(standardised(as_drawn, fitting)) <= POSSIBLE:
             return UserError(
-                f"{about}, and as likely as it would at temperature {fitting.temperature:.2g}; pass the sampler's --temperature "
-                f"or, if it is another one, its checkpoint, or {HINT}"
+                f"{about}, and as likely as it would at temperature {fitting.temperature:.2g}; pass the sampler's "
+                f"--temperature, its checkpoint if it had another, or {HINT}"
             )
         return UserError(f"{about}, and at no temperature as likely: another checkpoint sampled them; give that one, or {HINT}")
 
