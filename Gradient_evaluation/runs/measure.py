@@ -143,7 +143,8 @@ class Measurement:
     def _blocks(self, row: Row, prompt_ids, drawn: list[Continuation], rewards, largest: int) -> dict:
         """The fields of GramRecord that come from blocks of at most ``largest`` continuations."""
         lengths = np.array([continuation.length for continuation in drawn])
-        names = sketched_names(self.settings.estimators) if self.settings.sketch_dim else None
+        with_sketches = self.settings.sketch_dim and not self.settings.importance_weights  # sketches are not weighted
+        names = sketched_names(self.settings.estimators) if with_sketches else None
         grams, values, moments, sketches, start = [], [], [], [], 0
         for size in block_sizes(len(drawn), largest):
             part = slice(start, start + size)

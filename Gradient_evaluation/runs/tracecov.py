@@ -39,6 +39,8 @@ from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
 from Gradient_evaluation.runs.source import Sampled, Stored
 from Gradient_evaluation.settings import WITH_FROM_GRAMS, WITH_FROM_GRAMS_AND_ROLLOUTS, TracecovSettings
 
+NOT_WEIGHTED = "--importance_weights: gradient sketches are not weighted; without it there is a best group size"
+
 Draw = Callable[[dict, str], Path]  # (results, label) -> the file of the figure
 
 
@@ -155,6 +157,8 @@ def recompute(settings: TracecovSettings, draw: Draw) -> None:
 
 def finish(settings: TracecovSettings, measured: Measured, started: float, draw: Draw, no_sketch: str | None = None) -> None:
     """Write and print the results, and draw the figure. no_sketch: why the records have no sketch, where that is known."""
+    if measured.identity.get("importance_weights"):
+        no_sketch = NOT_WEIGHTED
     about = {
         "config": measured.config,
         "law": measured.identity,

@@ -96,6 +96,8 @@ def test_verl_measured(problems, tmp_path, capsys):
     assert "without the sampler's log-probs" in out
     wrong = measured(dump, tmp_path / "top_p", "--dataset", problems, "--top_p", 0.95, capsys=capsys)
     one_line_error((wrong[0], wrong[1], wrong[2].splitlines(True)[-1]), "cannot come from", "--top_p 0.95", "VERL and TRL")
+    wrong = measured(dump, tmp_path / "hot", "--dataset", problems, "--temperature", 3, capsys=capsys)  # half characters
+    one_line_error((wrong[0], wrong[1], wrong[2].splitlines(True)[-1]), "come back as the tokens they were, 90% are needed")
     wrong = measured(dump, tmp_path / "limit", "--dataset", problems, "--max_new_tokens", 32, capsys=capsys)
     one_line_error((wrong[0], wrong[1], wrong[2].splitlines(True)[-1]), "end where --model goes on", "has 8 tokens")
 

@@ -329,6 +329,7 @@ def test_importance_weights_are_kept_with_the_grams(policy, in_place, tmp_path, 
         np.testing.assert_array_equal(record.grams, plain[prompt].grams)
     found = read(tmp_path / "weighted" / RESULTS)
     assert found["rollouts_check"]["importance_weights"] is True and found["law"]["importance_weights"]
+    assert any("gradient sketches are not weighted" in reason for reason in found["reasons"].values())
     assert found["rollouts_check"]["effective_sample_size"] == pytest.approx(
         np.mean([effective_share(record.log_weights) for record in weighted.values()])
     )
