@@ -178,7 +178,7 @@ def test_rounding_and_a_near_checkpoint_are_no_other_law(law, model, prompts, sa
     for other in (half, perturbed(model, 0.01), perturbed(model, 0.03)):
         found = compared(other, law, prompts, sampled(law))
         assert not isinstance(found, str), found
-        assert max(each["median_difference"] for each in found) < 0.01
+        assert max(each["median_difference"] for each in found) < 0.03
         assert min(each["effective"] for each in found) > 0.9
 
 
