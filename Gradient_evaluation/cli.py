@@ -163,8 +163,8 @@ REWARD_HELP = (
 )
 
 
-def add_shared_flags(parser: argparse.ArgumentParser) -> None:
-    """Model, sampling law, reward, seed and machine; names and defaults as published where the paper has them."""
+def add_law_flags(parser: argparse.ArgumentParser) -> None:
+    """Model and sampling law; names and defaults as published where the paper has them."""
     model = parser.add_argument_group("model")
     model.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct", help="hub id or local folder (%(default)s)")
     model.add_argument("--revision", default="main", help="branch, tag or commit of a hub model (%(default)s)")
@@ -181,6 +181,11 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
         metavar="JSON",
         help="""variables of the chat template, such as '{"enable_thinking": false}'""",
     )
+
+
+def add_shared_flags(parser: argparse.ArgumentParser) -> None:
+    """Model, sampling law, reward, seed and machine."""
+    add_law_flags(parser)
     run = parser.add_argument_group("run")
     run.add_argument("--reward", nargs="+", default="integer", metavar="NAME", type=reward_name, help=REWARD_HELP)
     run.add_argument(

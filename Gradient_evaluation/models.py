@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging
 
 from Gradient_evaluation.adapters import base_of, is_adapter, load_adapter
@@ -117,6 +117,19 @@ def model_limits(model: str, revision: str | None, trust_remote_code: bool = Fal
         raise UserError(f"--model {model}: is an encoder-decoder; give a causal language model")
     text = config.get_text_config(decoder=True)
     return getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None), rope_length(config)
+
+
+def checkpoint_eos(model: str, revision: str | None, tokenizer, trust_remote_code: bool = False) -> tuple[int, ...]:
+    """The ids that end a continuation, as sampling/generate.py has them of a loaded model, without loading it."""
+    with quiet_libraries():
+        try:
+            generation = GenerationConfig.from_pretrained(model, revision=revision)
+        except OSError:  # none is stored: transformers makes it of the config
+            config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+            generation = GenerationConfig.from_model_config(config)
+    named = generation.eos_token_id
+    ids = {*(named if isinstance(named, (list, tuple)) else [named]), tokenizer.eos_token_id} - {None}
+    return tuple(sorted(int(token) for token in ids))
 
 
 def load_model(model: str, revision: str | None, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False):

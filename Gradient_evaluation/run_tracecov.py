@@ -92,6 +92,12 @@ def check_source(parser: Parser, args) -> None:
         parser.error("--split: no effect without --dataset; leave it out")
     if args.rollouts and (without_effect := [flag for flag in given if flag in NOT_WITH_ROLLOUTS]):
         parser.error(f"{', '.join(without_effect)}: no effect with --rollouts, which brings the continuations; leave out")
+    if args.importance_weights and not args.rollouts:
+        parser.error("--importance_weights: no effect without --rollouts, as the run samples from --model itself; leave out")
+    if args.importance_weights and args.by_layer:
+        parser.error("--by_layer: the moments of modules are not weighted; leave it out, or --importance_weights")
+    if args.importance_weights and args.scoring == "published":
+        parser.error("--importance_weights: weights are ratios of exact log-probs; leave out --scoring published")
 
 
 def add_prompt_flags(group) -> None:
@@ -148,6 +154,11 @@ def add_gram_flags(group) -> None:
         choices=["exact", "published"],
         default="exact",
         help="published: the paper's released log-probs, for comparison (%(default)s)",
+    )
+    group.add_argument(
+        "--importance_weights",
+        action="store_true",
+        help="weight --rollouts by pi(model) / pi(sampler) of each, from the log-probs that came with them",
     )
     group.add_argument("--params", metavar="REGEX", help="measure only parameters whose name this finds")
     group.add_argument(

@@ -120,6 +120,7 @@ class TracecovSettings(Settings):
     estimators: tuple[str, ...]
     gradient_checkpointing: bool
     scoring: str
+    importance_weights: bool
     params: str | None
     by_layer: bool
     budget: int | None
@@ -131,3 +132,31 @@ class TracecovSettings(Settings):
     save_json: str
     plot_path: str
     skip_plot: bool
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """The flags of sample_with_vllm.py."""
+
+    model: str
+    revision: str
+    temperature: float
+    top_p: float
+    top_k: int
+    max_new_tokens: int
+    stop: tuple[str, ...]
+    chat_template_kwargs: dict[str, Any]
+    dataset: str
+    split: str
+    n: int
+    seed: int
+    save_rollouts: str
+    dtype: str
+    tensor_parallel_size: int
+    max_model_len: int | None
+    gpu_memory_utilization: float
+    prompts_at_once: int
+    skip_long: bool
+    trust_remote_code: bool
+    overwrite: bool
+    quiet: bool

@@ -10,7 +10,7 @@ from mutations import MUTATIONS
 ROOT = Path(__file__).resolve().parents[1]
 OURS = ("Gradient_evaluation", "Policy_Optimization", "data", "plots")
 MODULES = sorted(path for folder in OURS for path in (ROOT / folder).rglob("*.py"))
-SCRIPTS = {"calculate_oracle_v", "run_tracecov"}
+SCRIPTS = {"calculate_oracle_v", "run_tracecov", "sample_with_vllm"}
 TOOLS = {
     "adapters",
     "chat_template",

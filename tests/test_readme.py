@@ -40,8 +40,8 @@ def only(text: str) -> Command:
 
 def test_the_readme_has_commands_of_every_script_a_person_runs():
     named = " ".join(command.text for command in COMMANDS)
-    scripts = "calculate_oracle_v.py run_tracecov.py grpo_train.sh sweep_group_size.sh plot_tracecov.py plot_group_size.py"
-    more = "plot_training.py make_arithmetic.py prepare_parquet.py train_group_sizes.py"
+    scripts = "calculate_oracle_v.py run_tracecov.py sample_with_vllm.py grpo_train.sh sweep_group_size.sh plot_tracecov.py"
+    more = "plot_group_size.py plot_training.py make_arithmetic.py prepare_parquet.py train_group_sizes.py"
     for script in f"{scripts} {more}".split():
         assert script in named
     assert len(COMMANDS) >= 25
@@ -186,9 +186,11 @@ TOKENS = ["--max_new_tokens", "8"]
 SCRIPTS = "Gradient_evaluation/"
 ADDED = {
     "data/make_arithmetic.py --n 40": ["--n", "4"],
+    "data/make_arithmetic.py --seed 7 --n 40": [],  # the prompts of tests/cases/verl
     "data/make_arithmetic.py": ["--n", "4"],
     SCRIPTS + "calculate_oracle_v.py --model RUN_DIR": [*TOKENS, "--n_oracle", "4"],
     SCRIPTS + "calculate_oracle_v.py": TOKENS,
+    SCRIPTS + "sample_with_vllm.py": [*TOKENS, "--n", "8"],
     SCRIPTS + "run_tracecov.py --from_grams": [],
     SCRIPTS + "run_tracecov.py --rollouts": [*TOKENS, "--K_list", "4", "8"],
     SCRIPTS + "run_tracecov.py": [*TOKENS, "--K_list", "4", "8", "--M", "4"],
@@ -211,6 +213,7 @@ ADDED = {
     "tests/verl_cpu/train_for_real.py": None,  # half an hour, and an environment of 4 GB
     "-m verl.model_merger": None,  # needs a checkpoint of several GPUs
 }
+VLLM = str(ROOT / "tests" / "vllm_stand_in")
 NOT_RUN = ("ray", "wandb", "pip", "jupyter", "export")  # a cluster, an account, an installation: checked above
 
 
@@ -277,7 +280,11 @@ def run_it(command: Command, copy: Path) -> None:
         launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
         words = [sys.executable, *launcher, *torchrun_flags(words[1:])[1]]
     done = subprocess.run(
-        [*words, *flags], cwd=copy, capture_output=True, text=True, env={**environment(), **command.variables}
+        [*words, *flags],
+        cwd=copy,
+        capture_output=True,
+        text=True,
+        env={**environment(), **command.variables, **({"PYTHONPATH": VLLM} if "sample_with_vllm" in command.text else {})},
     )
     assert done.returncode == 0, f"{command.text}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
 

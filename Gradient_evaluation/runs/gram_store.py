@@ -27,7 +27,7 @@ IN_JSON = "prompt_id index prompt ground_truth oracle_value n_oracle modules ske
 OPTIONAL = "module_moments module_oracle sketch sketch_layout log_weights components component_sketch".split()
 LONGEST_TEXT = 200  # characters of a column that --by can name
 # The same of JSON texts: of several rewards, or of continuations that were left out.
-OPTIONAL_IN_JSON = "n_left_out component_names component_weights oracle_components greedy_components".split()
+OPTIONAL_IN_JSON = "n_left_out component_names component_weights oracle_components greedy_components rollouts_check".split()
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class GramRecord:
     there are two blocks. With --sketch_dim, sketch: (E, S) float32, the sketch of each mean gradient of ``sketch_names``
     ("grpo" first), averaged over blocks, and sketch_layout: (parameters, 4) of GradientSketch.layout; else None.
     greedy_reward: of the greedy continuation, or None. log_weights: (N,) log of the importance weights, up to a constant, of
-    continuations that another law drew; else None. n_left_out: continuations that had no reward (None), which are in none of
-    the arrays; None for 0.
+    continuations that another law drew; else None. rollouts_check: of --rollouts, what runs/rollouts/compare.py found.
+    n_left_out: continuations that had no reward (None), which are in none of the arrays; None for 0.
 
     Of C rewards where there are several, else None: components (C, N), NaN where a reward is None; their names and weights
     (rewards is the weighted sum); oracle_components: V(x) of each, or None; greedy_components: of the greedy continuation,
@@ -77,6 +77,7 @@ class GramRecord:
     greedy_components: list[float | None] | None = None
     component_sketch: np.ndarray | None = None
     module_oracle: np.ndarray | None = None
+    rollouts_check: dict | None = None
     log_weights: np.ndarray | None = None
 
     @property

@@ -19,7 +19,14 @@ from Gradient_evaluation.runs.prompts import run_identity
 from Gradient_evaluation.runs.rewards import RunRewards, check_ground_truths, resolve_rewards
 from Gradient_evaluation.runs.rollouts import read_rollouts
 from Gradient_evaluation.runs.rollouts.context import DataSetRows
-from Gradient_evaluation.runs.rollouts.stored import check_law, digest, rewards_digest, usable, with_value_of_this_law
+from Gradient_evaluation.runs.rollouts.stored import (
+    check_law,
+    digest,
+    log_probs_digest,
+    rewards_digest,
+    usable,
+    with_value_of_this_law,
+)
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import TracecovSettings
 
@@ -84,12 +91,14 @@ def identity_of_rollouts(inputs: Inputs, settings: TracecovSettings, largest: in
     """Entries of a run's identity, all None where the run samples.
 
     rollouts: a hash of the tokens and masks; file_rewards: of the rewards in the files, where these are taken;
+    importance_weights: of the sampler's log-probs, under that flag;
     largest_block: how many continuations a block has at most.
     """
     several = None if inputs.stored is None else list(inputs.stored.values())
     return {
         "rollouts": several and digest(several),
         "file_rewards": rewards_digest(several) if several and settings.reward is None else None,
+        "importance_weights": log_probs_digest(several) if settings.importance_weights else None,
         "largest_block": several and largest,
     }
 

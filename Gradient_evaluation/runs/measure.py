@@ -15,6 +15,7 @@ from Gradient_evaluation.runs.memory import Batch
 from Gradient_evaluation.runs.oracle_table import OracleRow, oracle_components
 from Gradient_evaluation.runs.prompts import sampling_law
 from Gradient_evaluation.runs.rewards import Rewards
+from Gradient_evaluation.runs.rollouts.compare import Comparison, importance_weights
 from Gradient_evaluation.runs.source import Sampled, Stored
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw
@@ -90,6 +91,7 @@ class Measurement:
         self.model, self.gram, self.source, self.settings = model, gram, source, settings
         self.several = source.rewards if source.rewards and source.rewards.are_several else None
         self.block = Batch("--block_size", planned_block_size(settings), least=SMALLEST_BLOCK)
+        self.comparison = Comparison(gram, sampling_law(settings), settings.allow_mismatch)
 
     def audit(self, row: OracleRow, prompt_ids: list[int]) -> dict:
         """The self-audit of a block as large as this run's: drawn for nothing else, or the first of the stored."""
@@ -125,7 +127,12 @@ class Measurement:
                 f"{row.where}: only {len(drawn)} of {count} continuations have a reward (the others None); at least "
                 f"{SMALLEST_BLOCK} are needed: raise --M, remove the row, or let a reward take it"
             )
+        compared = weights = None
+        if not self.source.is_sampled:
+            compared = self.block.run(lambda size: self.comparison.of_prompt(prompt_ids, drawn, row.where, size), row.where)
         blocks = self.block.run(lambda size: self._blocks(row, prompt_ids, drawn, rewards, size), row.where)
+        if self.settings.importance_weights:
+            weights = importance_weights(blocks["log_probs"], drawn, row.where)
         return GramRecord(
             prompt_id=row.prompt_id,
             index=index,
@@ -138,6 +145,8 @@ class Measurement:
             columns=scalar_columns(row.columns),
             **self.source.greedy_reward(row, prompt_ids),
             **self._components(row, rewards),
+            rollouts_check=compared,
+            log_weights=weights,
             **blocks,
         )
 
@@ -155,7 +164,8 @@ class Measurement:
     def _blocks(self, row: OracleRow, prompt_ids, drawn: list[Continuation], rewards: Rewards, largest: int) -> dict:
         """The fields of GramRecord that come from the continuations, taken in blocks of at most ``largest``."""
         lengths = np.array([continuation.length for continuation in drawn])
-        names = sketched_names(self.settings.estimators) if self.settings.sketch_dim else None
+        with_sketches = self.settings.sketch_dim and not self.settings.importance_weights  # sketches are not weighted
+        names = sketched_names(self.settings.estimators) if with_sketches else None
         grams, values, moments, sketches, start = [], [], [], [], 0
         for size in block_sizes(len(drawn), largest):
             part = slice(start, start + size)

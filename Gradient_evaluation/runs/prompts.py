@@ -30,7 +30,7 @@ from Gradient_evaluation.runs.rewards import RunRewards
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.sampling.stop_strings import check_stop_strings
-from Gradient_evaluation.settings import Settings
+from Gradient_evaluation.settings import Settings, VllmSettings
 from Gradient_evaluation.utils import format_prompt
 
 AnyRow = TypeVar("AnyRow", bound=Row)
@@ -55,6 +55,19 @@ def run_identity(settings: Settings, tokenizer, chat: Chat, rewards: RunRewards 
     A local model has its folder's name here, so that a table may move between machines. The fingerprint of the weights,
     which is stored too, tells two folders of the same name apart. rewards: None where they stand in files of rollouts.
     """
+    return {**_sampling(settings), **_rewards(rewards), **_rendering(tokenizer, chat)}
+
+
+def _rewards(rewards: RunRewards | None) -> dict:
+    return rewards.identity if rewards else dict.fromkeys(("reward", "reward_weights", "reward_digest"))
+
+
+def law_identity(settings: Settings | VllmSettings, tokenizer, chat: Chat) -> dict:
+    """``run_identity`` without the reward: what decides a continuation's distribution."""
+    return {**_sampling(settings), **_rendering(tokenizer, chat)}
+
+
+def _sampling(settings: Settings | VllmSettings) -> dict:
     model = model_label(settings.model) if Path(settings.model).is_dir() else settings.model
     # as in tables of earlier scripts, whose flag had no default
     revision = None if settings.revision == "main" else settings.revision
@@ -66,7 +79,11 @@ def run_identity(settings: Settings, tokenizer, chat: Chat, rewards: RunRewards 
         "top_k": settings.top_k,
         "max_new_tokens": settings.max_new_tokens,
         "stop": list(settings.stop),
-        **(rewards.identity if rewards else dict.fromkeys(("reward", "reward_weights", "reward_digest"))),
+    }
+
+
+def _rendering(tokenizer, chat: Chat) -> dict:
+    return {
         "chat_template_kwargs": dict(chat.kwargs) or None,
         "template_date": chat.date,
         "prompt_format": prompt_format(tokenizer, chat),

@@ -20,6 +20,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.by_reward import OTHER_LAYERS
 from Gradient_evaluation.runs.files import to_json_line, write_bytes_atomic, write_json
 from Gradient_evaluation.runs.oracle_table import OracleRow
+from Gradient_evaluation.runs.rollouts.compare import rollouts_check
 from Gradient_evaluation.runs.summaries import Notes, by_group, check_allocation, layers_of, rewards_alone, summary_of
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
@@ -73,6 +74,8 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
         summary["reasons"]["by_layer"] = OTHER_LAYERS
     sizes = {str(size): notes.block_sizes[size] for size in sorted(notes.block_sizes)}
     results = {**summary, **about, "batches": {"gen_bs": gen_bs, "blocks_by_size": sizes}}
+    if (compared := rollouts_check(notes.compared, notes.weighted)) is not None:
+        results["rollouts_check"] = compared
     for position, K in enumerate(settings.K_list):
         averages = {name: curve[position] for name, curve in summary["conditional_on_x"].items()}
         traces = estimators.prompt_trace_covs(prompts, K, settings.estimators)

@@ -59,6 +59,8 @@ class Notes:
     n_left_out: int = 0
     component_names: list[str] | None = None
     component_weights: list[float] | None = None
+    compared: list[dict | None] = field(default_factory=list)  # of rollouts, by prompt
+    weighted: bool = False
 
     def passing(self, records: Iterable) -> Iterable:
         """Yield each record, after its notes are taken."""
@@ -81,6 +83,8 @@ class Notes:
             self.component_names, self.component_weights = record.component_names, record.component_weights
             self.n_left_out += record.n_left_out or 0
             self.columns.append(record.columns)
+            self.compared.append(record.rollouts_check)
+            self.weighted |= record.log_weights is not None
             self.block_sizes.update(len(gram) for gram in record.grams)
             if record.modules is not None:
                 self.layers.append((record.modules, record.module_moments, record.module_oracle))

@@ -38,10 +38,13 @@ from Gradient_evaluation.runs.resume import (
     saved_on_interrupt,
 )
 from Gradient_evaluation.runs.rewards import check_weights
+from Gradient_evaluation.runs.rollouts.from_text import retokenised_share
 from Gradient_evaluation.runs.rollouts.reward_again import rewarded_again, why_no_sketch
 from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
 from Gradient_evaluation.runs.source import Sampled, Stored
 from Gradient_evaluation.settings import WITH_FROM_GRAMS, WITH_FROM_GRAMS_AND_ROLLOUTS, TracecovSettings
+
+NOT_WEIGHTED = "--importance_weights: gradient sketches are not weighted; without it there is a best group size"
 
 Draw = Callable[[dict, str], Path]  # (results, label) -> the file of the figure
 
@@ -82,6 +85,9 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
             row, prompt_ids = plan.chosen[0].row, plan.chosen[0].prompt_ids
             if source.is_sampled and "sampler_check" not in checks:  # the law of a run does not change
                 checks["sampler_check"] = finite_at(row, measurement.check_sampler, row, prompt_ids)
+            if not source.is_sampled and "retokenised" not in checks:
+                first = [(each.row.prompt_id, each.prompt_ids) for each in plan.chosen]
+                checks.update(retokenised_share(model, tokenizer, first, plan.stored, settings))
             checks["self_audit"] = finite_at(row, measurement.audit, row, prompt_ids)
             write_json(plan.grams / CHECKS, checks)
         order = {each.row.prompt_id: position for position, each in enumerate(plan.chosen)}
@@ -174,6 +180,8 @@ def with_weights(records: Iterable, identity: dict, settings: TracecovSettings) 
 
 def finish(settings: TracecovSettings, measured: Measured, started: float, draw: Draw, no_sketch: str | None = None) -> None:
     """Write and print the results, and draw the figure. no_sketch: why the records have no sketch, where that is known."""
+    if measured.identity.get("importance_weights"):
+        no_sketch = NOT_WEIGHTED
     about = {
         "config": measured.config,
         "law": measured.identity,

@@ -37,6 +37,7 @@ class Rollouts:
     NaN where the file has none; None: the file has no rewards at all. components: {name of a reward: (N,) float64}. law: what
     the file says of model and sampling law (keys of run_identity, and model_fingerprint); {} where it says nothing.
     step: the training step of each, or None. wheres: where each stands, for messages; () where that is not known.
+    from_text: whether the token ids were made again from text.
     """
 
     row: Prompt
@@ -47,6 +48,7 @@ class Rollouts:
     law: dict[str, Any] = field(default_factory=dict)
     step: tuple[int | None, ...] | None = None
     wheres: tuple[str, ...] = ()
+    from_text: bool = False
 
     def where(self, index: int) -> str:
         """Where continuation ``index`` stands, for messages."""

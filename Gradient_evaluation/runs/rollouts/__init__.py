@@ -16,7 +16,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import model_limits
 from Gradient_evaluation.runs.dataset import SUFFIXES, Record, Row, file_records
 from Gradient_evaluation.runs.files import one_line_errors
-from Gradient_evaluation.runs.rollouts import own_format
+from Gradient_evaluation.runs.rollouts import own_format, trl, verl, vllm
 from Gradient_evaluation.runs.rollouts.context import Context
 from Gradient_evaluation.sampling.rollouts import Rollouts, check_rollouts
 from Gradient_evaluation.settings import Settings
@@ -34,7 +34,12 @@ class Importer(NamedTuple):
     read: Callable[[Iterable[Record], Context], list[Rollouts]]
 
 
-IMPORTERS: list[Importer] = [Importer("rollouts of this toolkit", own_format.recognises, own_format.read)]
+IMPORTERS: list[Importer] = [
+    Importer("rollouts of this toolkit", own_format.recognises, own_format.read),
+    Importer("VERL's dump", verl.recognises, verl.read),
+    Importer("TRL's completions", trl.recognises, trl.read),
+    Importer("vLLM's outputs", vllm.recognises, vllm.read),
+]
 
 
 def read_rollouts(paths: Sequence[str], tokenizer, rows: Sequence[Row] | None, settings: Settings) -> list[Rollouts]:

@@ -74,7 +74,7 @@ def _without_left_out(record: GramRecord, kept: np.ndarray, where: str) -> GramR
             kept[part] = False
     if not kept.any():
         raise UserError(f"{where}: no block of its prompt has {MIN_BLOCK} continuations with a reward; leave the prompt out")
-    components = record.components
+    components, log_weights = record.components, record.log_weights
     return replace(
         record,
         rewards=record.rewards[kept],
@@ -82,6 +82,7 @@ def _without_left_out(record: GramRecord, kept: np.ndarray, where: str) -> GramR
         log_probs=record.log_probs[kept],
         grams=[gram[np.ix_(kept[part], kept[part])] for gram, part in zip(record.grams, parts) if kept[part].any()],
         components=None if components is None else components[:, kept],
+        log_weights=None if log_weights is None else log_weights[kept],
         n_left_out=int((~kept).sum()),
     )
 

@@ -131,6 +131,15 @@ def rewards_digest(several: Sequence[Rollouts]) -> str:
     return found.hexdigest()[:16]
 
 
+def log_probs_digest(several: Sequence[Rollouts]) -> str:
+    """A short hash of the sampler's log-probs."""
+    found = hashlib.sha256()
+    for rollouts in sorted(several, key=lambda each: each.row.prompt_id):
+        for each in rollouts.continuations:
+            found.update(b"none" if each.log_probs is None else np.asarray(each.log_probs, dtype="<f8").tobytes())
+    return found.hexdigest()[:16]
+
+
 def with_value_of_this_law(row: Row, identity: dict[str, Any]) -> OracleRow:
     """The row with the oracle value that its columns hold, where they are of this law and reward; else with None."""
     identity = to_json(identity)
