@@ -31,6 +31,7 @@ FORMS = (
     "f(completions, **columns)"
 )
 TEXT, VERL, TRL = "text", "verl", "trl"
+NOT_EXTRA = ("prompt", "ground_truth", "data_source", "extra_info")  # columns that VERL's extra_info does not repeat
 
 
 class Unusable(Exception):
@@ -138,6 +139,11 @@ class Signature:
         return [each.name for each in self.parameters if each.default is each.empty and each.name not in ours]
 
     @property
+    def takes_prompt(self) -> bool:
+        """Whether it is told the prompt; under TRL's signature its form is also that of the completions."""
+        return self.kind == TRL or self.kind == TEXT and any(each.name == "prompt" for each in self.parameters)
+
+    @property
     def needs_ground_truth(self) -> bool:
         return any(each.name == "ground_truth" and each.default is each.empty for each in self.parameters)
 
@@ -157,11 +163,12 @@ class Signature:
 
 
 def describe(function: Callable, signature: Signature, path: str, digest: str) -> dict:
-    """{kind, zero_one, required, needs_ground_truth, file, digest}, which own_reward.py reads."""
+    """{kind, zero_one, required, takes_prompt, needs_ground_truth, file, digest}, which own_reward.py reads."""
     return {
         "kind": signature.kind,
         "zero_one": any(getattr(each, "zero_one", False) is True for each in _layers(function)),
         "required": signature.required,
+        "takes_prompt": signature.takes_prompt,
         "needs_ground_truth": signature.needs_ground_truth,
         "file": path,
         "digest": digest,
@@ -189,7 +196,9 @@ def calls(signature: Signature, question: dict) -> Iterator[tuple[dict, int]]:
         yield copy.deepcopy(given), len(texts)
         return
     if signature.kind == VERL:
-        extra = {"data_source": columns.get("data_source") or "", "extra_info": columns.get("extra_info") or {}}
+        rest = {name: value for name, value in columns.items() if name not in NOT_EXTRA}
+        info = {**rest, **(columns.get("extra_info") or {})}
+        extra = {"data_source": columns.get("data_source") or "", "extra_info": info}
         named = {each.name for each in signature.parameters}
         columns = {name: value for name, value in columns.items() if name in named} | extra
     for text in texts:

@@ -29,7 +29,7 @@ def save_chat_tokenizer(folder):
 
 def parquet(rows, split, data_source="arithmetic", reward="integer") -> bytes:
     """The bytes of a file that prepare_parquet.py would write of these rows."""
-    return to_parquet(rows, split, replace(parse_args(["arithmetic"]), data_source=data_source, reward=reward))
+    return to_parquet(rows, split, replace(parse_args(["arithmetic"]), data_source=data_source, reward=(reward,)))
 
 
 def good(inputs, **changes) -> list[str]:
