@@ -31,7 +31,12 @@ def test_arithmetic_rows_have_the_schema_that_verl_reads(tmp_path):
                 "prompt": source["prompt"],
                 "ability": "arithmetic",
                 "reward_model": {"style": "rule", "ground_truth": str(source["ground_truth"])},
-                "extra_info": {"split": split, "index": index, "reward": "integer"},
+                "extra_info": {
+                    "split": split,
+                    "index": index,
+                    "reward": "integer",
+                    "columns": json.dumps({"kind": source["kind"]}),
+                },
                 "ground_truth": str(source["ground_truth"]),
             }
 
