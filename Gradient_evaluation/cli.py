@@ -17,9 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from Gradient_evaluation.chat_template import json_object
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.own_reward import CALL_LIMIT, is_own
 from Gradient_evaluation.settings import DTYPES
 from Gradient_evaluation.utils import REWARDS
 
+LARGEST = 1e30  # of a weight
 OURS = ("Gradient_evaluation", "Policy_Optimization", "data", "plots")  # what fails to import here is our bug
 
 
@@ -156,7 +158,8 @@ STOP_HELP = (
 )
 REWARD_HELP = (
     "integer: the last number is the answer; last_integer: the last digits, as the paper's scripts read "
-    "them; math: Math-Verify (%(default)s)"
+    "them; math: Math-Verify; or a function of yours, path/file.py:function or package.module:function; several are "
+    "added up (%(default)s)"
 )
 
 
@@ -179,7 +182,17 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
         help="""variables of the chat template, such as '{"enable_thinking": false}'""",
     )
     run = parser.add_argument_group("run")
-    run.add_argument("--reward", choices=sorted(REWARDS), default="integer", help=REWARD_HELP)
+    run.add_argument("--reward", nargs="+", default="integer", metavar="NAME", type=reward_name, help=REWARD_HELP)
+    run.add_argument(
+        "--reward_weights", nargs="+", type=number(-LARGEST, LARGEST, low_included=True), metavar="W", help="one for each (1)"
+    )
+    run.add_argument(
+        "--reward_timeout",
+        type=number(0, low_included=False),
+        default=CALL_LIMIT,
+        metavar="SECONDS",
+        help="of one call of a reward function of yours (%(default)s)",
+    )
     run.add_argument("--seed", type=integer(0), default=0, help="(%(default)s)")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bf16 on CUDA, else fp32")
@@ -200,6 +213,14 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument("--overwrite", action="store_true", help="start afresh instead of continuing")
     run.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def reward_name(text: str) -> str:
+    """An argparse type: a name of utils.REWARDS, or one that has the form of a function's. Nothing is loaded."""
+    if text in REWARDS or is_own(text):
+        return text
+    names = ", ".join(map(repr, sorted(REWARDS)))
+    raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {names}, or path/file.py:function)")
 
 
 def _stop_text(text: str) -> str:

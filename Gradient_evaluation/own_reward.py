@@ -169,22 +169,28 @@ class OwnFunction:
         plain = {"prompt": row.prompt, "ground_truth": row.ground_truth, "columns": row.columns}
         ids = None if token_ids is None else [list(map(int, each)) for each in token_ids]
         question = json.dumps({"texts": texts, "token_ids": ids, "row": plain}).encode() + b"\n"
-        found: list[float | None] = []
         if self._owner != os.getpid():
             self._forget()  # the helper is that of the process this one was forked from
         with self._lock:
             try:
-                self._send(question)
-                while len(found) < len(texts):
-                    answer = self._answer(self.timeout)
-                    if "error" in answer:
-                        raise UserError(self._told(answer["error"], texts, len(found), row))
-                    found += answer["values"]
-            except BaseException as error:  # also Ctrl-C: what the helper still says belongs to no question
-                if not isinstance(error, UserError) or "error" not in locals().get("answer", {}):
-                    self._stop()
+                values, error = self._answers(question, len(texts))
+            except BaseException:  # also Ctrl-C: what the helper still says belongs to no question
+                self._stop()
                 raise
-        return found
+        if error:
+            raise UserError(self._told(error, texts, len(values), row))
+        return values
+
+    def _answers(self, question: bytes, count: int) -> tuple[list[float | None], str | None]:
+        """The values of ``count`` continuations; or those before the first fault, and what that was."""
+        values: list[float | None] = []
+        self._send(question)
+        while len(values) < count:
+            answer = self._answer(self.timeout)
+            if "error" in answer:
+                return values, answer["error"]
+            values += answer["values"]
+        return values, None
 
     def _told(self, what: str, texts: Sequence[str], done: int, row: Any) -> str:
         """One line: where, which reward, which continuation, its text, and what went wrong."""

@@ -32,6 +32,8 @@ FORMS = (
 )
 TEXT, VERL, TRL = "text", "verl", "trl"
 NOT_EXTRA = ("prompt", "ground_truth", "data_source", "extra_info")  # columns that VERL's extra_info does not repeat
+# What TRL passes beside the columns: no trainer runs here, and what a function logs goes nowhere.
+LIKE_TRL = {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
 
 
 class Unusable(Exception):
@@ -115,7 +117,6 @@ class Signature:
         except (TypeError, ValueError):
             raise Unusable(f"{name} does not tell its parameters; wrap it in a function with one of {FORMS}") from None
         self.parameters = [each for each in parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-        self.takes_all = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
         names = [each.name for each in self.parameters]
         shown = f"{name} has the parameters ({', '.join(map(str, parameters.values()))})"
         if "solution_strs" in names:
@@ -127,25 +128,28 @@ class Signature:
             if not positional or positional[0] in ("ground_truth", "prompt", "prompts", "data_source", "extra_info", "self"):
                 raise Unusable(f"{shown}, none of which is the text; give {FORMS}")
             self.text = positional[0]
+        keywords = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
+        self.takes_all = keywords and self.kind != VERL  # VERL's are settings of its own, no columns
 
     @property
     def required(self) -> list[str]:
         """The columns that a row must have: parameters without a default that nothing else fills."""
-        ours = {
-            self.text,
-            "ground_truth",
-            *({TRL: ("prompts", "completion_ids"), VERL: ("data_source", "extra_info")}.get(self.kind, ("prompt",))),
-        }
-        return [each.name for each in self.parameters if each.default is each.empty and each.name not in ours]
+        beside = {TRL: ("prompts", "completion_ids", *LIKE_TRL), VERL: ("data_source", "extra_info"), TEXT: ("prompt",)}
+        filled = {self.text, "ground_truth", *beside[self.kind]}
+        return [each.name for each in self.parameters if each.default is each.empty and each.name not in filled]
 
     @property
     def takes_prompt(self) -> bool:
         """Whether it is told the prompt; under TRL's signature its form is also that of the completions."""
-        return self.kind == TRL or self.kind == TEXT and any(each.name == "prompt" for each in self.parameters)
+        return self.kind == TRL or any(each.name == "prompt" for each in self.parameters)
 
     @property
     def needs_ground_truth(self) -> bool:
         return any(each.name == "ground_truth" and each.default is each.empty for each in self.parameters)
+
+    def taken(self, given: dict) -> dict:
+        """Of {name: value} those that a call passes on."""
+        return given if self.takes_all else {each.name: given[each.name] for each in self.parameters if each.name in given}
 
     def arguments(self, given: dict) -> tuple[list, dict]:
         """(args, kwargs) of a call, of {name: value}; parameters that have no value keep their default."""
@@ -183,29 +187,24 @@ def calls(signature: Signature, question: dict) -> Iterator[tuple[dict, int]]:
     texts, row, ids = question["texts"], question["row"], question["token_ids"]
     columns = {**row["columns"], "ground_truth": row["ground_truth"]}
     if signature.kind == TRL:
-        columns.pop("prompt", None)
-        given = {name: [value] * len(texts) for name, value in columns.items()}
-        prompt, begun = row["prompt"], ""
-        if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
-            prompt, begun = prompt[:-1], prompt[-1]["content"] or ""
-        given |= {"prompts": [prompt] * len(texts), "completions": [begun + text for text in texts]}
-        if isinstance(prompt, list):
-            given["completions"] = [[{"role": "assistant", "content": begun + text}] for text in texts]
+        is_chat, count = isinstance(row["prompt"], list), len(texts)
+        given = {name: [value] * count for name, value in columns.items() if name not in ("prompt", "completion")}
+        given |= {
+            **LIKE_TRL,
+            "prompts": [row["prompt"]] * count,
+            "completions": [[{"role": "assistant", "content": text}] if is_chat else text for text in texts],
+        }
         if ids is not None:
             given["completion_ids"] = ids
-        yield copy.deepcopy(given), len(texts)
+        yield copy.deepcopy(signature.taken(given)), count
         return
+    given = {**columns, "prompt": row["prompt"]}
     if signature.kind == VERL:
         rest = {name: value for name, value in columns.items() if name not in NOT_EXTRA}
         info = {**rest, **(columns.get("extra_info") or {})}
-        extra = {"data_source": columns.get("data_source") or "", "extra_info": info}
-        named = {each.name for each in signature.parameters}
-        columns = {name: value for name, value in columns.items() if name in named} | extra
-    for text in texts:
-        given = {"prompt": row["prompt"], **columns, signature.text: text}
-        if signature.kind == VERL:
-            given.pop("prompt")
-        yield copy.deepcopy(given), 1
+        given |= {"data_source": columns.get("data_source") or "", "extra_info": info}
+    for text in texts:  # a copy for each call: a function may change what it is given
+        yield copy.deepcopy(signature.taken({**given, signature.text: text})), 1
 
 
 def values_of(signature: Signature, returned: Any, count: int) -> list[float | None]:

@@ -24,6 +24,7 @@ WITH_FROM_GRAMS = (
     "--K_list",
     "--estimators",
     "--budget",
+    "--reward_weights",
     "--save_json",
     "--plot_path",
     "--skip_plot",
@@ -43,7 +44,9 @@ class Settings:
     max_new_tokens: int
     stop: tuple[str, ...]
     chat_template_kwargs: dict[str, Any]
-    reward: str
+    reward: str | tuple[str, ...]  # a string for one reward
+    reward_weights: tuple[float, ...] | None
+    reward_timeout: float  # seconds
     seed: int
     dtype: str
     device: str
@@ -56,7 +59,10 @@ class Settings:
     @classmethod
     def of(cls, flags: argparse.Namespace) -> Settings:
         """The settings that parsed flags describe."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in vars(flags).items()})
+        values = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(flags).items()}
+        if not isinstance(flags.reward, str) and len(flags.reward) == 1:
+            values["reward"] = flags.reward[0]
+        return cls(**values)
 
     def config(self) -> dict[str, Any]:
         """{flag: value} as JSON has them, for the results."""

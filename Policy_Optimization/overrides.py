@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.own_reward import CALL_LIMIT, is_own, resolve_reward, stored_name
+from Gradient_evaluation.own_reward import is_own
+from Gradient_evaluation.runs.rewards import resolve_rewards
 from Policy_Optimization.settings import ESTIMATORS, Settings, value_without_flag
 
 REWARD_FILE = Path(__file__).resolve().parent / "reward_fn.py"
@@ -132,7 +133,9 @@ def _reward(s: Settings) -> dict[str, Any]:
         found["reward_weights"] = list(s.reward_weights)
     if any(map(is_own, s.reward)):
         found["reward_timeout"] = s.reward_timeout
-        found["reward_digests"] = reward_digests(s.reward, s.reward_timeout)
+        found["reward_digests"] = [
+            each.digest for each in resolve_rewards(s.reward, s.reward_weights, s.reward_timeout).rewards
+        ]
     return {f"+{REWARD_KWARGS}.{name}": value for name, value in found.items()}
 
 
@@ -171,11 +174,6 @@ def _trainer(s: Settings) -> dict[str, Any]:
     }
 
 
-def reward_digests(names: Sequence[str], timeout: float = CALL_LIMIT) -> list[str | None]:
-    """The digest of each reward's file (own_reward.Reward); UserError for a function that cannot be used."""
-    return [resolve_reward(name, timeout).digest if is_own(name) else None for name in names]
-
-
 def training_law(environment: Mapping[str, str], passed: Sequence[str]) -> dict[str, Any]:
     """The sampling law and reward of the training's rollouts, under the names the evaluation gives them.
 
@@ -210,21 +208,8 @@ def law_of(settings: Mapping[str, Any], passed: Sequence[str]) -> dict[str, Any]
     if Path(model).expanduser().is_dir():
         model = Path(model).expanduser().resolve().name
     top_k = 0 if law["top_k"] == -1 else law["top_k"]  # VERL writes -1 for all tokens
-    return {**law, "model": model, "top_k": top_k, **_reward_law(rewards, weights), "chat_template_kwargs": kwargs or None}
-
-
-def _reward_law(rewards: Sequence[str] | None, weights: Sequence[float] | None) -> dict[str, Any]:
-    """How run_identity names rewards: the one name or a list, and what there is of their files' digests and weights."""
-    if not rewards:
-        return {"reward": None}
-    names, digests = [stored_name(name) if is_own(name) else name for name in rewards], reward_digests(rewards)
-    one = len(rewards) == 1
-    found: dict[str, Any] = {"reward": names[0] if one else names}
-    if any(digests):
-        found["reward_digest"] = digests[0] if one else digests
-    if not one:
-        found["reward_weights"] = list(weights) if weights else None
-    return found
+    judged = resolve_rewards(rewards, weights).identity if rewards else {"reward": None}
+    return {**law, "model": model, "top_k": top_k, **judged, "chat_template_kwargs": kwargs or None}
 
 
 def _yaml(text: str) -> Any:

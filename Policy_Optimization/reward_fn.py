@@ -26,6 +26,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.integer_answer import final_reply, parse_integer_answer
 from Gradient_evaluation.own_reward import CALL_LIMIT, Reward, is_own, resolve_reward
 from Gradient_evaluation.runs.dataset import packed_columns, to_json, with_packed_columns
+from Gradient_evaluation.runs.rewards import check_weights
 from Gradient_evaluation.utils import REWARDS, last_boxed, parse_last_integer
 
 DATA_SOURCES = {
@@ -72,10 +73,7 @@ def choose_reward(
         if name not in REWARDS and not is_own(name):
             known = " or ".join(REWARDS)
             raise UserError(f"reward {name!r} of data_source {data_source!r} is unknown; use {known} or file.py:function")
-    weights = tuple(float(weight) for weight in weights or (1.0,) * len(names))
-    if len(weights) != len(names):
-        raise UserError(f"--reward_weights: {len(weights)} weights for {len(names)} rewards; give one for each")
-    return Chosen(names, weights, float(reward_timeout), tuple(reward_digests) if reward else ())
+    return Chosen(names, check_weights(weights, names), float(reward_timeout), tuple(reward_digests) if reward else ())
 
 
 _RESOLVED: dict[tuple[str, float], Reward] = {}
@@ -168,7 +166,7 @@ def compute_score(
     """
     given = {name: more[name] for name in ("reward_weights", "reward_timeout", "reward_digests") if more.get(name) is not None}
     chosen = choose_reward(data_source, extra_info, reward, **given)
-    if len(chosen.names) == 1 and chosen.names[0] in REWARDS:
+    if chosen.weights == (1.0,) and chosen.names[0] in REWARDS:
         score = REWARDS[chosen.names[0]].score(solution_str, ground_truth)
         return {"score": score, "acc": score, "pred": extract_answer(solution_str, chosen.names[0])}
     rewards, row = resolved(chosen), as_row(data_source, ground_truth, extra_info)

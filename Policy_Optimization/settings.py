@@ -9,7 +9,6 @@ script, ``PUBLISHED``), else its default. What they mean to VERL is in overrides
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from Gradient_evaluation.chat_template import json_object
-from Gradient_evaluation.cli import Parser, integer, number
+from Gradient_evaluation.cli import LARGEST, Parser, integer, number, reward_name
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.own_reward import CALL_LIMIT, is_own
+from Gradient_evaluation.own_reward import CALL_LIMIT
+from Gradient_evaluation.runs.rewards import check_weights
 from Gradient_evaluation.utils import REWARDS
 
 ESTIMATORS = {  # name -> (adv_estimator, loss_agg_mode)
@@ -36,16 +36,13 @@ def frequency(text: str) -> int:
     return -1 if text == "-1" else integer(1)(text)
 
 
-def reward_name(text: str) -> str:
-    """An argparse type: one of utils.REWARDS, or a function of one's own, its file by the absolute path."""
-    if text in REWARDS:
-        return text
-    if not is_own(text):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is unknown, use {', '.join(REWARDS)}, or a function of yours: path/file.py:function"
-        )
-    source, _, function = text.rpartition(":")
+def reward_of_a_run(text: str) -> str:
+    """An argparse type: as ``cli.reward_name``, a file by its absolute path, for VERL's workers start in other folders."""
+    source, _, function = reward_name(text).rpartition(":")
     return f"{Path(source).expanduser().absolute()}:{function}" if source.endswith(".py") else text
+
+
+weight = number(-LARGEST, LARGEST, low_included=True)
 
 
 class Setting(NamedTuple):
@@ -91,15 +88,13 @@ class Settings:
         json_object, None, """variables of the chat template, as JSON: '{"enable_thinking": false}'"""
     )
     reward: tuple[str, ...] | None = flag(
-        reward_name,
+        reward_of_a_run,
         None,
         f"{', '.join(REWARDS)}, or path/file.py:function; default: what each row of the data says",
         None,
         True,
     )
-    reward_weights: tuple[float, ...] | None = flag(
-        number(-math.inf, low_included=False), None, "of several rewards; default 1 each", None, True
-    )
+    reward_weights: tuple[float, ...] | None = flag(weight, None, "of several rewards; default 1 each", None, True)
     reward_timeout: float = flag(positive, CALL_LIMIT, "seconds per call of a reward of yours")
     seed: int = flag(integer(0), 0, "of the data order and the sampling")
     gpus_per_node: int = flag(integer(1), 8, "")
@@ -235,9 +230,7 @@ def _from_environment(setting: Setting, variable: str, environment: Mapping[str,
         if setting.several:
             return tuple(setting.convert(each) for each in shlex.split(text))
         value = setting.convert(text)
-    except ValueError as error:  # a quote that is not closed
-        raise UserError(f"environment variable {variable}: {error}") from None
-    except argparse.ArgumentTypeError as error:
+    except (ValueError, argparse.ArgumentTypeError) as error:  # the former: a quote that is not closed
         raise UserError(f"environment variable {variable}: {error}") from None
     if setting.choices and value not in setting.choices:
         raise UserError(f"environment variable {variable}: {text!r} is unknown, use {' or '.join(setting.choices)}")
@@ -266,11 +259,8 @@ def _derived(values: Mapping[str, Any], run_tag: str) -> dict[str, Any]:
         derived["experiment"] = experiment = f"{model}_{values['estimator']}_g{size}_seed{values['seed']}{tag}"
     if not re.fullmatch(r"[\w.+-]+", experiment):
         raise UserError(f"--experiment {experiment!r}: use letters, digits, '.', '_', '-' and '+'")
-    if values["reward_weights"] and len(values["reward_weights"]) != len(values["reward"] or ()):
-        rewards = len(values["reward"] or ())
-        raise UserError(
-            f"--reward_weights: {len(values['reward_weights'])} weights for {rewards} of --reward; give one for each"
-        )
+    if values["reward_weights"]:
+        check_weights(values["reward_weights"], values["reward"] or ())
     if values["run_dir"] is None:
         derived["run_dir"] = str(Path("outputs/train") / experiment)
     return derived

@@ -32,6 +32,7 @@ IN_TRAINING = {  # entry of the sampling law -> how the training sets it
     "temperature": "TEMPERATURE",
     "max_new_tokens": "MAX_RESPONSE_LENGTH",
     "reward": "REWARD",
+    "reward_weights": "REWARD_WEIGHTS",
     "chat_template_kwargs": "CHAT_TEMPLATE_KWARGS",
     "top_p": "actor_rollout_ref.rollout.top_p",
     "top_k": "actor_rollout_ref.rollout.top_k",

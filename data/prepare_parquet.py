@@ -27,7 +27,6 @@ ground_truth as the source has it. Seconds for GSM8K.
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,7 +39,8 @@ from Gradient_evaluation.cli import Parser, importing, integer, number, run
 from Gradient_evaluation.own_reward import CALL_LIMIT
 from Gradient_evaluation.runs.dataset import SUFFIXES
 from Gradient_evaluation.runs.files import one_line_errors, write_bytes_atomic
-from Policy_Optimization.settings import reward_name
+from Gradient_evaluation.runs.rewards import check_weights
+from Policy_Optimization.settings import reward_of_a_run, weight
 
 GSM8K_REQUEST = "Reason step by step, then give the final answer alone on the last line after ####."
 MATH_REQUEST = r"Reason step by step and put the final answer in \boxed{}."
@@ -122,19 +122,13 @@ def parse_args(arguments: Sequence[str] | None) -> Settings:
     parser.add_argument("--seed", type=integer(0), default=0, help="of the held-out choice (%(default)s)")
     parser.add_argument(
         "--reward",
-        type=reward_name,
+        type=reward_of_a_run,
         nargs="+",
         metavar="NAME_OR_FILE",
         help="integer, last_integer, math, or path/file.py:function; several are added up. Default: that of the kind; "
         "jsonl: integer",
     )
-    parser.add_argument(
-        "--reward_weights",
-        type=number(-math.inf, low_included=False),
-        nargs="+",
-        metavar="W",
-        help="of several rewards (1 each)",
-    )
+    parser.add_argument("--reward_weights", type=weight, nargs="+", metavar="W", help="of several rewards (1 each)")
     parser.add_argument(
         "--reward_timeout",
         type=number(0, low_included=False),
@@ -157,10 +151,7 @@ def parse_args(arguments: Sequence[str] | None) -> Settings:
     form = KINDS[flags.kind]
     flags.reward = tuple(flags.reward or [form.reward])
     flags.reward_weights = tuple(flags.reward_weights) if flags.reward_weights else None
-    if flags.reward_weights and len(flags.reward_weights) != len(flags.reward):
-        parser.error(
-            f"--reward_weights: {len(flags.reward_weights)} weights for {len(flags.reward)} rewards; give one for each"
-        )
+    check_weights(flags.reward_weights, flags.reward)
     flags.data_source = flags.data_source or form.data_source
     flags.out_dir = flags.out_dir or Path("outputs") / "parquet" / flags.kind
     return Settings(**vars(flags))

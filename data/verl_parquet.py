@@ -24,6 +24,7 @@ from Gradient_evaluation.chat_template import FLAG, check_variables, tool_schema
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.own_reward import is_own
 from Gradient_evaluation.runs.dataset import Record, prompt_id, read_records, to_json, warn_on_stderr
+from Gradient_evaluation.runs.rewards import check_weights
 from Gradient_evaluation.utils import REWARDS, Messages, last_boxed, normalise_prompt
 from Policy_Optimization.reward_fn import Chosen, as_row, check_row, resolved
 
@@ -174,8 +175,8 @@ def extra_info(problem: Problem, split: str, index: int | None, settings: Settin
     if own:
         columns["prompt"] = problem.messages
     reward: str = settings.reward[0]
-    if len(settings.reward) > 1:
-        weights = settings.reward_weights or (1.0,) * len(settings.reward)
+    weights = check_weights(settings.reward_weights, settings.reward)
+    if len(settings.reward) > 1 or weights != (1.0,):
         reward = json.dumps(dict(zip(settings.reward, weights)))
     text = json.dumps(columns, ensure_ascii=False) if columns else None
     return {"split": split, "index": index, "reward": reward, "columns": text}

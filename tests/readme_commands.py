@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # README.md and what it links, in the order in which a person's commands build on each other
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in "prompts estimators long_runs files limits costs paper training method".split()),
+    *(f"docs/{name}.md" for name in "prompts rewards estimators long_runs files limits costs paper training method".split()),
 )
 INSTALLED = ("-o", ".venv/installed", "-o", "outputs/verl_cpu/venv/installed")  # what make is to take as done
 REPORTED = "outputs/demo/tracecov_tiny_model.json"  # what make report takes without RESULTS
@@ -187,7 +187,8 @@ def check_paths(arguments: Sequence[str]) -> None:
             known = before in WRITTEN_BY or OUTPUTS.fullmatch(Path(word).name) or word.startswith("outputs/demo/problems")
             assert known, f"{word}: no script writes a file of this name"
         elif "/" in word and (ROOT / top).is_dir() or word.endswith((".py", ".sh")):
-            assert (ROOT / word).exists(), f"{word}: no such file"
+            path = re.sub(r"(\.py):\w+$", r"\1", word)  # a function in a file
+            assert (ROOT / path).exists(), f"{word}: no such file"
         before = word if word.startswith("-") else before
 
 

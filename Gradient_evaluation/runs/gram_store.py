@@ -9,7 +9,7 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,9 @@ from Gradient_evaluation.runs.files import write_bytes_atomic
 DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, IndexError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 # The fields of a record that are one JSON text in the file, and the arrays that not every record has.
 IN_JSON = "prompt_id index prompt ground_truth oracle_value n_oracle modules sketch_names greedy_reward order".split()
-OPTIONAL = ("module_moments", "sketch", "sketch_layout")
+OPTIONAL = ("module_moments", "sketch", "sketch_layout", "components", "component_sketch")
+# The same of JSON texts: of several rewards, or of continuations that were left out.
+OPTIONAL_IN_JSON = "n_left_out component_names component_weights oracle_components greedy_components".split()
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,12 @@ class GramRecord:
     grams: one (B, B) float64 per block, Q[i, j] = <g_i, g_j>. With --by_layer, modules: their names, and module_moments:
     (modules, 6) of stats/modules.py; else None. With --sketch_dim, sketch: (E, S) float32, the sketch of each mean gradient
     of ``sketch_names`` ("grpo" first), averaged over blocks, and sketch_layout: (parameters, 4) of GradientSketch.layout;
-    else None. greedy_reward: of the greedy continuation, or None.
+    else None. greedy_reward: of the greedy continuation, or None. n_left_out: continuations that had no reward (None), which
+    are in none of the arrays; None for 0.
+
+    Of C rewards where there are several, else None: components (C, N), NaN where a reward is None; their names and weights
+    (rewards is the weighted sum); oracle_components: V(x) of each, or None; greedy_components: of the greedy continuation,
+    or None; component_sketch (C, S): the sketch of the gradient of each, as ``sketch`` has it of the weighted sum.
     """
 
     prompt_id: int
@@ -56,6 +63,13 @@ class GramRecord:
     sketch_layout: np.ndarray | None = None
     greedy_reward: float | None = None
     order: int | None = None
+    n_left_out: int | None = None
+    components: np.ndarray | None = None
+    component_names: list[str] | None = None
+    component_weights: list[float] | None = None
+    oracle_components: list[float] | None = None
+    greedy_components: list[float | None] | None = None
+    component_sketch: np.ndarray | None = None
 
     @property
     def blocks(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -69,6 +83,7 @@ class GramRecord:
     def save(self, folder: Path) -> None:
         """Write ``folder/<prompt id>.npz``, the whole file or nothing."""
         about = {name: getattr(self, name) for name in IN_JSON}
+        about |= {name: getattr(self, name) for name in OPTIONAL_IN_JSON if getattr(self, name) is not None}
         extra = {name: getattr(self, name) for name in OPTIONAL if getattr(self, name) is not None}
         buffer = io.BytesIO()
         np.savez(
@@ -120,6 +135,16 @@ def load(path: Path) -> GramRecord:
             log_probs=data["log_probs"],
             grams=[piece.reshape(size, size) for piece, size in zip(pieces, sizes)],
         )
+
+
+class Records:
+    """Gram records that can be gone through more than once, one in memory at a time."""
+
+    def __init__(self, read: Callable[[], Iterator[GramRecord]]):
+        self.read = read
+
+    def __iter__(self) -> Iterator[GramRecord]:
+        return self.read()
 
 
 def load_all(folder: Path) -> Iterator[GramRecord]:

@@ -14,13 +14,20 @@ from Gradient_evaluation.runs.checks import check_block, check_sampler, in_float
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.gram_store import GramRecord
 from Gradient_evaluation.runs.memory import Batch
+from Gradient_evaluation.runs.oracle_table import oracle_components
 from Gradient_evaluation.runs.prompts import sampling_law
-from Gradient_evaluation.runs.rewards import rewards_of
+from Gradient_evaluation.runs.rewards import Rewards, RunRewards, rewards_of
 from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
 from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
 from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.settings import TracecovSettings
-from Gradient_evaluation.stats.estimators import extra_rollouts, group_rules, sketch_weights, sketched_names
+from Gradient_evaluation.stats.estimators import (
+    extra_rollouts,
+    group_rules,
+    leave_one_out_weights,
+    sketch_weights,
+    sketched_names,
+)
 from Gradient_evaluation.stats.modules import layer_moments
 
 SMALLEST_BLOCK = 4  # an unbiased estimate of ||theta||^2 needs four continuations in a block
@@ -82,8 +89,9 @@ class Measurement:
     model, tokenizer: a causal language model on its device; gram: its ScoreGram, entered.
     """
 
-    def __init__(self, model, tokenizer, gram: ScoreGram, settings: TracecovSettings):
+    def __init__(self, model, tokenizer, gram: ScoreGram, settings: TracecovSettings, rewards: RunRewards):
         self.model, self.tokenizer, self.gram, self.settings = model, tokenizer, gram, settings
+        self.rewards = rewards
         self.generation = Batch("--gen_bs", settings.gen_bs, least=1)
         self.block = Batch("--block_size", planned_block_size(settings), least=SMALLEST_BLOCK)
 
@@ -115,7 +123,7 @@ class Measurement:
     def measure(self, row: Row, prompt_ids: list[int], index: int) -> GramRecord:
         """The record of one prompt, ``index`` its row in the oracle table. FloatingPointError: not finite."""
         drawn = self._sample("tracecov", row, prompt_ids, self.settings.M * self.settings.K_list[-1])
-        rewards = rewards_of((continuation.text for continuation in drawn), row, self.settings.reward)
+        drawn, rewards, n_left_out = self._rewarded(drawn, row)
         lengths = np.array([len(continuation.tokens) for continuation in drawn])
         blocks = self.block.run(lambda size: self._blocks(row, prompt_ids, drawn, rewards, size), row.where)
         return GramRecord(
@@ -125,11 +133,37 @@ class Measurement:
             ground_truth=row.ground_truth,
             oracle_value=row.oracle_value,
             n_oracle=row.oracle_samples,
-            rewards=rewards,
+            rewards=rewards.total,
             lengths=lengths,
-            greedy_reward=self._greedy_reward(row, prompt_ids),
+            n_left_out=n_left_out or None,
+            **self._greedy_reward(row, prompt_ids),
+            **self._components(row, rewards),
             **blocks,
         )
+
+    def _rewarded(self, drawn: list[Continuation], row: Row) -> tuple[list[Continuation], Rewards, int]:
+        """(the continuations that have a reward, their rewards, how many are left out). UserError: fewer than 4 have one."""
+        texts, token_ids = [each.text for each in drawn], [each.tokens for each in drawn]
+        found = rewards_of(texts, row, self.rewards, token_ids)
+        kept = found.kept
+        if kept.sum() < SMALLEST_BLOCK:
+            raise UserError(
+                f"{row.where}: only {kept.sum()} of {len(drawn)} continuations have a reward (the others None); at least "
+                f"{SMALLEST_BLOCK} are needed: raise --M, remove the row, or let a reward take it"
+            )
+        drawn = [each for each, stays in zip(drawn, kept) if stays]
+        return drawn, Rewards(found.total[kept], found.components[:, kept]), int((~kept).sum())
+
+    def _components(self, row: Row, rewards: Rewards) -> dict:
+        """The fields of GramRecord that only several rewards have."""
+        if not self.rewards.are_several:
+            return {}
+        return {
+            "components": rewards.components,
+            "component_names": self.rewards.names,
+            "component_weights": list(self.rewards.weights),
+            "oracle_components": oracle_components(row, self.rewards.names),
+        }
 
     def _sample(self, purpose: str, row: Row, prompt_ids: list[int], count: int) -> list[Continuation]:
         u = uniforms(self.settings.seed, purpose, row.prompt_id, 0, count, self.settings.max_new_tokens)
@@ -139,7 +173,7 @@ class Measurement:
 
         return self.generation.run(sample, row.where)
 
-    def _blocks(self, row: Row, prompt_ids, drawn: list[Continuation], rewards, largest: int) -> dict:
+    def _blocks(self, row: Row, prompt_ids, drawn: list[Continuation], rewards: Rewards, largest: int) -> dict:
         """The fields of GramRecord that come from blocks of at most ``largest`` continuations."""
         lengths = np.array([len(continuation.tokens) for continuation in drawn])
         names = sketched_names(self.settings.estimators) if self.settings.sketch_dim else None
@@ -147,7 +181,7 @@ class Measurement:
         for size in block_sizes(len(drawn), largest):
             part = slice(start, start + size)
             start += size
-            weights = sketch_weights(names, rewards[part], lengths[part], self.settings.K_list[-1]) if names else None
+            weights = self._sketch_weights(names, rewards, lengths, part) if names else None
             tokens, masks = scored(drawn[part], self.settings.scoring)
             block = self.gram.block(prompt_ids, tokens, masks, self.settings.by_layer, weights)
             if masks is None:
@@ -157,22 +191,37 @@ class Measurement:
             if names:
                 sketches.append(block.sketch)
             if self.settings.by_layer:
-                moments.append(layer_moments(block.by_module, rewards[part]))
+                moments.append(layer_moments(block.by_module, rewards.total[part]))
+        sketch = np.mean(sketches, axis=0) if sketches else None
         return {
             "grams": grams,
             "log_probs": np.concatenate(values),
             "modules": self.gram.modules if moments else None,
             "module_moments": np.mean(moments, axis=0) if moments else None,
-            "sketch": np.mean(sketches, axis=0) if sketches else None,
+            "sketch": sketch[: len(names)] if names else None,
+            "component_sketch": sketch[len(names) :] if names and self.rewards.are_several else None,
             "sketch_names": names,
             "sketch_layout": np.array(self.gram.sketch.layout, dtype=np.int64) if names else None,
         }
 
-    def _greedy_reward(self, row: Row, prompt_ids: list[int]) -> float | None:
-        """Reward of the greedy continuation, where an estimator needs it."""
+    def _sketch_weights(self, names: Sequence[str], rewards: Rewards, lengths: np.ndarray, part: slice) -> np.ndarray:
+        """Weights (E, B) of one block's scores for the E ``names``; with several rewards, below them GRPO's of each alone."""
+        weights = sketch_weights(names, rewards.total[part], lengths[part], self.settings.K_list[-1])
+        if not self.rewards.are_several:
+            return weights
+        alone = [leave_one_out_weights(np.nan_to_num(values[part]), lengths[part]) for values in rewards.components]
+        return np.concatenate([weights, alone])
+
+    def _greedy_reward(self, row: Row, prompt_ids: list[int]) -> dict:
+        """The fields of GramRecord of the greedy continuation's reward, where an estimator needs it."""
         if "greedy" not in extra_rollouts(self.settings.estimators):
-            return None
+            return {}
         law = replace(sampling_law(self.settings), temperature=1.0, top_k=1, top_p=1.0)
         u = np.zeros((1, self.settings.max_new_tokens))
         greedy = sample_continuations(self.model, self.tokenizer, prompt_ids, u, law, 1)[0]
-        return float(rewards_of([greedy.text], row, self.settings.reward)[0])
+        found = rewards_of([greedy.text], row, self.rewards, [greedy.tokens])
+        components = [None if np.isnan(value) else float(value) for value in found.components[:, 0]]
+        return {
+            "greedy_reward": float(found.total[0]) if found.kept[0] else None,
+            "greedy_components": components if self.rewards.are_several else None,
+        }

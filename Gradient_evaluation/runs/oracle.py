@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.models import (
     device_line,
@@ -27,7 +28,7 @@ from Gradient_evaluation.runs.checks import check_sampler, in_float32
 from Gradient_evaluation.runs.dataset import Row, load_dataset_rows
 from Gradient_evaluation.runs.files import append_row
 from Gradient_evaluation.runs.memory import Batch, limited_memory, tune_allocator
-from Gradient_evaluation.runs.oracle_table import GRADED, ZERO_ONE, jeffreys_columns
+from Gradient_evaluation.runs.oracle_table import GRADED, N_LEFT_OUT, V_COMPONENTS, ZERO_ONE, jeffreys_columns
 from Gradient_evaluation.runs.processes import Processes, Progress
 from Gradient_evaluation.runs.prompts import chat_from, run_identity, sampling_law, tokenised
 from Gradient_evaluation.runs.resume import (
@@ -43,12 +44,11 @@ from Gradient_evaluation.runs.resume import (
     saved_on_interrupt,
     write_table,
 )
-from Gradient_evaluation.runs.rewards import check_ground_truths, rewards_of
+from Gradient_evaluation.runs.rewards import Rewards, RunRewards, check_ground_truths, resolve_rewards, rewards_of
 from Gradient_evaluation.sampling.generate import sample_continuations
 from Gradient_evaluation.sampling.law import uniforms
 from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.settings import OracleSettings
-from Gradient_evaluation.utils import REWARDS
 
 CHECKED = 16  # continuations that the check of the sampler takes
 
@@ -62,19 +62,21 @@ class Plan(NamedTuple):
     finished: dict[int, dict]  # rows that the table already has, by prompt id
     todo: list[tuple[Row, list[int]]]  # the other prompts, with their token ids
     n_long: int  # prompts that are too long and left out
+    rewards: RunRewards
 
 
 def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Plan:
     """Check and do all that needs no model. ``held`` takes the lock on the table."""
     rows = load_dataset_rows(settings.dataset, settings.split)
-    check_ground_truths(rows, settings.reward)
+    rewards = resolve_rewards(settings.reward, settings.reward_weights, settings.reward_timeout)
+    check_ground_truths(rows, rewards)
     warn_of_risks(settings.model, settings.trust_remote_code)
     tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
     path = Path(settings.out_dir) / f"oracle_v_n{settings.n_oracle}_{model_label(settings.model)}.jsonl"
     chat = chat_from(settings, tokenizer, () if settings.overwrite else left_rows(path))
     rows, prompts, n_long = tokenised(rows, settings, tokenizer, chat)
     identity = {
-        **run_identity(settings, tokenizer, chat),
+        **run_identity(settings, tokenizer, chat, rewards),
         "n_oracle": settings.n_oracle,
         "seed": settings.seed,
         "dtype": str(dtype).split(".")[-1],
@@ -83,14 +85,14 @@ def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Pl
     held.enter_context(only_writer(path))
     finished = {} if settings.overwrite else continue_table(path, identity, rows)
     todo = [(row, prompt_ids) for row, prompt_ids in zip(rows, prompts) if row.prompt_id not in finished]
-    return Plan(path, identity, rows, finished, todo, n_long)
+    return Plan(path, identity, rows, finished, todo, n_long, rewards)
 
 
 class Measurement:
     """Measures prompts with one model. The batch size halves, and stays so, when memory runs out."""
 
-    def __init__(self, model, tokenizer, settings: OracleSettings):
-        self.model, self.tokenizer, self.settings = model, tokenizer, settings
+    def __init__(self, model, tokenizer, settings: OracleSettings, rewards: RunRewards):
+        self.model, self.tokenizer, self.settings, self.rewards = model, tokenizer, settings, rewards
         self.batch = Batch("--batch_size", settings.batch_size, least=1)
 
     def measure(self, row: Row, prompt_ids: list[int]) -> dict:
@@ -102,8 +104,8 @@ class Measurement:
             return sample_continuations(self.model, self.tokenizer, prompt_ids, u, sampling_law(settings), size)
 
         drawn = finite_at(row, self.batch.run, sample, row.where)
-        rewards = rewards_of((continuation.text for continuation in drawn), row, settings.reward)
-        return oracle_columns(rewards, REWARDS[settings.reward].zero_one)
+        texts, token_ids = [each.text for each in drawn], [each.tokens for each in drawn]
+        return columns_of(rewards_of(texts, row, self.rewards, token_ids), self.rewards, row)
 
     def check_sampler_of_run(self, todo: list[tuple[Row, list[int]]]) -> None:
         """Raise UserError where the sampler's law is not that of the model's forward pass (runs/checks.py).
@@ -127,6 +129,23 @@ class Measurement:
                 return check_sampler(gram, law, prompt_ids, drawn, row.where)
 
         return Batch(self.batch.flag, min(self.batch.size, count), least=1).run(check, row.where)
+
+
+def columns_of(found: Rewards, rewards: RunRewards, row: Row) -> dict:
+    """The table's columns for the rewards of one prompt; continuations that are left out count nowhere.
+
+    With several rewards also V_components {name: V}, of which V_oracle is the weighted sum: None counts as 0 there.
+    Raises UserError naming the row where every continuation is left out.
+    """
+    if not found.kept.any():
+        raise UserError(f"{row.where}: every reward of every continuation is None; remove the row, or let a reward take it")
+    columns = oracle_columns(found.total[found.kept], rewards.zero_one)
+    if rewards.are_several:
+        values = np.nan_to_num(found.components[:, found.kept]).mean(1)
+        columns[V_COMPONENTS] = dict(zip(rewards.names, values.tolist()))
+    if not found.kept.all():
+        columns[N_LEFT_OUT] = int((~found.kept).sum())
+    return columns
 
 
 def oracle_columns(rewards: np.ndarray, zero_one: bool) -> dict:
@@ -172,7 +191,7 @@ def measure_all(plan: Plan, settings: OracleSettings, dtype: torch.dtype, proces
     fingerprints = processes.gather(weights["model_fingerprint"])
     processes.from_first(begin, plan, settings, fingerprints)
     path = plan.path if processes.size == 1 else part_of(plan.path, processes.rank)
-    measurement = Measurement(model, tokenizer, settings)
+    measurement = Measurement(model, tokenizer, settings, plan.rewards)
     with (
         limited_memory(settings.max_memory, processes.device),
         Progress(len(plan.rows), len(plan.finished), "V", settings.quiet, processes) as progress,
@@ -181,9 +200,19 @@ def measure_all(plan: Plan, settings: OracleSettings, dtype: torch.dtype, proces
             processes.from_first(measurement.check_sampler_of_run, plan.todo)
         for row, prompt_ids in processes.share(plan.todo):
             columns = measurement.measure(row, prompt_ids)
-            append_row(path, {**row.columns, **columns, **plan.identity, **weights})
+            append_row(path, table_row(row, columns, {**plan.identity, **weights}))
             progress.done(columns["V_oracle"], settings.n_oracle)
     processes.gather(None)
+
+
+def table_row(row: Row, columns: dict, identity: dict) -> dict:
+    """One row of the table: the columns of the data set, those of V(x), and what made them.
+
+    n_oracle is that of the continuations that are not left out. A data set that is itself such a table has no V_components
+    or n_left_out to add.
+    """
+    before = {name: value for name, value in row.columns.items() if name not in (V_COMPONENTS, N_LEFT_OUT)}
+    return {**before, **columns, **identity, "n_oracle": columns["n_oracle"]}
 
 
 def is_finished(plan: Plan, settings: OracleSettings) -> bool:
@@ -196,6 +225,8 @@ def summarise(table: list[dict], plan: Plan, seconds: float) -> str:
     """The last line of a run."""
     values = np.array([row["V_oracle"] for row in table])
     left_out = f", {plan.n_long} left out as too long" if plan.n_long else ""
+    if any(no_reward := [row.get(N_LEFT_OUT) or 0 for row in table]):
+        left_out += f", {sum(no_reward)} continuations left out (no reward)"
     spread = f"V = 0 for {np.mean(values == 0):.0%}, V = 1 for {np.mean(values == 1):.0%}"
     if any(row.get("reward_values") == GRADED for row in table):
         spread = f"from {values.min():.3g} to {values.max():.3g}"

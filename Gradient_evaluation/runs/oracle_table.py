@@ -20,7 +20,9 @@ from Gradient_evaluation.runs.dataset import Row, file_records, make_row, make_r
 from Gradient_evaluation.runs.rewards import OUT_OF_RANGE, RESCALE, squares_fit
 
 # Entries of the identity that tables of earlier versions lack -> what they were made with.
-ADDED_LATER = {"chat_template_kwargs": None, "template_date": None}
+ADDED_LATER = {"chat_template_kwargs": None, "template_date": None, "reward_weights": None, "reward_digest": None}
+# Columns of a table that not every row has: V of each of several rewards, and how many continuations had no reward.
+V_COMPONENTS, N_LEFT_OUT = "V_components", "n_left_out"
 ZERO_ONE, GRADED = "0/1", "graded"  # what the column reward_values of an oracle table says; without it: ZERO_ONE
 ROUNDING = 1e-4  # by which a V_oracle written with four digits may differ from correct_count / n_oracle
 
@@ -127,6 +129,14 @@ def with_jeffreys_error(row: OracleRow, record: dict[str, Any]) -> dict[str, Any
     return columns
 
 
+def oracle_components(row: Row, names: Sequence[str]) -> list[float] | None:
+    """V(x) of each of several rewards, in the order of ``names``; None where the row does not have them all."""
+    found = row.columns.get(V_COMPONENTS)
+    if not isinstance(found, Mapping) or not all(isinstance(found.get(name), (int, float)) for name in names):
+        return None
+    return [float(found[name]) for name in names]
+
+
 def check_same_law(
     rows: Sequence[Row],
     identity: Mapping[str, Any],
@@ -145,7 +155,8 @@ def check_same_law(
     if not known:
         warn(f"{path}: does not say how it was made (no {', '.join(identity)}); taken as made under this run's settings")
         return
-    known = [name for name in identity if name in known or name in ADDED_LATER]
+    beside_reward = () if "reward" in known else ("reward_weights", "reward_digest")
+    known = [name for name in identity if name in known or name in ADDED_LATER and name not in beside_reward]
     if unknown := [name for name in identity if name not in known]:
         warn(f"{path}: does not say its {', '.join(unknown)}; taken to be this run's")
     differences = []
@@ -156,6 +167,11 @@ def check_same_law(
         if other is not None:
             differences.append(
                 f"its rows disagree on {name}: {_shown(first, name)} ({first.where}) and {_shown(other, name)} ({other.where})"
+            )
+        elif made_with != identity[name] and name == "reward_digest":
+            differences.append(
+                f"made with reward_digest {_shown(first, name)}, this run has {json.dumps(identity[name])}: "
+                "the file of --reward has changed since"
             )
         elif made_with != identity[name]:
             differences.append(f"made with {name} {_shown(first, name)}, this run uses {json.dumps(identity[name])}")

@@ -12,6 +12,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import check_prompt_length, crosses_rope_length, model_label, model_limits
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.resume import at_row
+from Gradient_evaluation.runs.rewards import RunRewards
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.stop_strings import check_stop_strings
 from Gradient_evaluation.settings import Settings
@@ -31,7 +32,7 @@ def chat_from(settings: Settings, tokenizer, earlier: Iterable[Mapping]) -> Chat
     return chat_of(tokenizer, settings.chat_template_kwargs, (each.get("template_date") for each in earlier))
 
 
-def run_identity(settings: Settings, tokenizer, chat: Chat) -> dict:
+def run_identity(settings: Settings, tokenizer, chat: Chat, rewards: RunRewards) -> dict:
     """What decides a continuation's distribution and reward, as stored with every row and result.
 
     A local model goes by its folder's name, so that a table may move between machines; its weights' fingerprint,
@@ -47,7 +48,7 @@ def run_identity(settings: Settings, tokenizer, chat: Chat) -> dict:
         "top_k": settings.top_k,
         "max_new_tokens": settings.max_new_tokens,
         "stop": list(settings.stop),
-        "reward": settings.reward,
+        **rewards.identity,
         "chat_template_kwargs": dict(chat.kwargs) or None,
         "template_date": chat.date,
         "prompt_format": prompt_format(tokenizer, chat),

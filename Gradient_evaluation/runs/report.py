@@ -20,7 +20,8 @@ WIDTH = 126  # letters of a line of text on the terminal; rows of a table may be
 
 def report(results: dict) -> str:
     """MSE by K, the other estimators, the largest modules, the checks and the score norms."""
-    lines = [*_mse_table(results), *_notes(results), *_other_estimators(results), *_largest_modules(results)]
+    lines = [*_mse_table(results), *_notes(results), *_by_reward(results)]
+    lines += [*_other_estimators(results), *_largest_modules(results)]
     checks = [_on_policy(results["on_policy_check"]), _sampler_check(results.get("checks", {})), _norms(results)]
     return "\n".join([*lines, *(wrapped(line) for line in checks if line)])
 
@@ -51,6 +52,8 @@ def _notes(results: dict) -> list[str]:
     """Why a column of the MSE table is empty, and what a curve below the floor means."""
     reasons = {name: results["reasons"].get(f"estimators.{name}.mse") for name in DEFAULT}
     lines = [wrapped(f"note: {name}: {reason}") for name, reason in reasons.items() if reason]
+    if left_out := results.get("n_left_out"):
+        lines.append(f"note: {left_out} continuations had no reward (None) and are left out")
     floor = results["estimators"][FLOOR]["mse"]
     baselines_of_the_prompt = ("naive", "oracleV")
     pairs = [pair for name in baselines_of_the_prompt for pair in zip(results["estimators"][name]["mse"], floor)]
@@ -62,6 +65,23 @@ def _notes(results: dict) -> list[str]:
             )
         )
     return lines
+
+
+def _by_reward(results: dict) -> list[str]:
+    """Where there are several rewards, a line for each of them alone."""
+    found = results.get("by_reward")
+    if not found:
+        return []
+    K = results["K_list"][0]
+    lines = ["", f"each reward alone (weight): mean reward | MSE of GRPO at K = {K} [95% interval] | best group size G*"]
+    for name, each in found.items():
+        mean = "-" if each["mean_reward"] is None else f"{each['mean_reward']:.3g}"
+        ends = each["conditional_on_x_ci95"]["grpo"][0]
+        law = each["group_size_law"]
+        best = "-" if law["G_star"] is None else _number(law, "G_star", ".3g")
+        cells = (mean, value_text(each["conditional_on_x"]["grpo"][0], ends), best)
+        lines.append(f"  {name} ({each['weight']:g}): {' | '.join(cells)}")
+    return [*lines, ""]
 
 
 def _on_policy(check: dict) -> str:

@@ -12,7 +12,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import numpy as np
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.integer_answer import check_integer_ground_truth
+from Gradient_evaluation.runs.by_reward import OTHER_LAYERS, OTHER_SKETCHES, by_reward, mean_given
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.files import write_json
 from Gradient_evaluation.settings import TracecovSettings
@@ -44,6 +45,9 @@ class Notes:
     sketches: list[np.ndarray | None] = field(default_factory=list)
     sketch_names: list[str] | None = None
     sketch_layout: np.ndarray | None = None
+    n_left_out: int = 0
+    component_names: list[str] | None = None
+    component_weights: list[float] | None = None
 
     def passing(self, records: Iterable) -> Iterable:
         """Yield each record, after its notes are taken."""
@@ -60,6 +64,11 @@ class Notes:
                     "mean_reward": float(record.rewards.mean()),
                 }
             )
+            if record.component_names:
+                means = dict(zip(record.component_names, map(mean_given, record.components)))
+                self.table[-1]["mean_rewards"] = means
+            self.component_names, self.component_weights = record.component_names, record.component_weights
+            self.n_left_out += record.n_left_out or 0
             self.block_sizes.update(len(gram) for gram in record.grams)
             if record.modules is not None:
                 self.layers.append((record.modules, record.module_moments))
@@ -98,22 +107,27 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
 
     gen_bs: the smallest number of continuations that were sampled at a time; None if it is not known.
     """
-    notes, folder = Notes(), Path(settings.save_json)
-    prompts = estimators.reduce_prompts(notes.passing(records), settings.K_list, settings.estimators)
-    bootstrap = PromptBootstrap(len(prompts), seed=settings.seed)
-    summary = estimators.summarise(prompts, settings.K_list, bootstrap, settings.estimators)
-    if about["law"].get("scoring") == "published":
+    notes, folder, identity = Notes(), Path(settings.save_json), about["law"]
+    prompts, summary = summary_of(notes, records, settings, identity)
+    if identity.get("scoring") == "published":
         summary["on_policy_check"]["warning"] = PUBLISHED_SCORES
         summary["reasons"].pop("on_policy_check.warning", None)
-    summary["group_size_law"] = group_size_law_of(prompts, notes, about["law"], bootstrap)
     if notes.layers:
         summary["by_layer"] = by_layer(
             notes.layers[0][0],
             [moments for _, moments in notes.layers],
             [row["V_oracle"] for row in notes.table],
             settings.K_list,
-            bootstrap,
+            PromptBootstrap(len(prompts), seed=settings.seed),
         )
+    elif identity.get("by_layer"):
+        summary["reasons"]["by_layer"] = OTHER_LAYERS
+    if notes.component_names:
+        alone = replace(settings, estimators=())
+        summary["by_reward"] = by_reward(
+            records, notes.component_names, notes.component_weights, lambda each: summary_of(Notes(), each, alone, identity)[1]
+        )
+    summary["n_left_out"] = notes.n_left_out
     sizes = {str(size): notes.block_sizes[size] for size in sorted(notes.block_sizes)}
     results = {**summary, **about, "batches": {"gen_bs": gen_bs, "blocks_by_size": sizes}}
     for position, K in enumerate(settings.K_list):
@@ -124,6 +138,14 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
         print(f"note: {lost}", file=sys.stderr)
     write_json(results_path(folder, label), results)
     return results
+
+
+def summary_of(notes: Notes, records: Iterable, settings: TracecovSettings, identity: dict) -> tuple[PromptMoments, dict]:
+    """The moments of the prompts, and the results with ``group_size_law``; ``notes`` takes its notes on the way."""
+    prompts = estimators.reduce_prompts(notes.passing(records), settings.K_list, settings.estimators)
+    bootstrap = PromptBootstrap(len(prompts), seed=settings.seed)
+    summary = estimators.summarise(prompts, settings.K_list, bootstrap, settings.estimators)
+    return prompts, {**summary, "group_size_law": group_size_law_of(prompts, notes, identity, bootstrap)}
 
 
 def detailed(K: int, table: Sequence[dict], traces: dict, averages: dict) -> dict:
@@ -172,6 +194,7 @@ def replaced(path: Path, results: dict) -> str | None:
     )
 
 
+FLAGS_ADDED_LATER = {"reward_weights": None}  # flags that results of earlier versions lack, with their defaults
 NOT_IN_RESULTS = (
     "device",
     "gen_bs",
@@ -183,6 +206,7 @@ NOT_IN_RESULTS = (
     "save_json",
     "gradient_checkpointing",
     "trust_remote_code",
+    "reward_timeout",
 )
 
 
@@ -197,7 +221,8 @@ def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Row]
         results = json.loads(results_path(settings.save_json, label).read_text(encoding="utf-8"))
         files = [json.loads(detailed_path(settings.save_json, label, K).read_text(encoding="utf-8")) for K in settings.K_list]
         tables = [file["prompt_results"] for file in files]
-        config = {name: value for name, value in results["config"].items() if name not in NOT_IN_RESULTS}
+        config = {**FLAGS_ADDED_LATER, **results["config"]}
+        config = {name: value for name, value in config.items() if name not in NOT_IN_RESULTS}
         found = [[[row["prompt"], row["ground_truth"], row["V_oracle"], row["n_oracle"]] for row in table] for table in tables]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -222,6 +247,8 @@ def group_size_law_of(prompts: PromptMoments, notes: Notes, identity: dict, boot
     law = group_size_law(prompts, theta, bootstrap)
     law |= {"sketch_dim": identity.get("sketch_dim") or None, "cosine_to_gradient": {}}
     if theta is None or sketches.shape[1] == 1:
+        if theta is not None and len(identity.get("sketched") or []) > 1:
+            law["reasons"]["cosine_to_gradient"] = OTHER_SKETCHES
         return law
     smallest, largest = min(notes.block_sizes), identity.get("sketched_at") or 0
     if smallest < largest:
@@ -318,6 +345,7 @@ UNLESS_NEUTRAL = {
 IF_DIFFERENT = {
     "max_new_tokens": "at most {} tokens",
     "reward": "{} reward",
+    "reward_weights": "weights {} of the rewards",
     "dtype": "{}",
     "seed": "seed {}",
     "model_fingerprint": "weights {}",
@@ -360,6 +388,7 @@ def _description(facts: dict, differing: Sequence[str]) -> str:
         if name in facts and facts[name] != neutral:
             value = " ".join(map(repr, facts[name])) if isinstance(facts[name], list) else facts[name]
             parts.append(form.format(value))
-    more = [IF_DIFFERENT[name].format(facts[name]) for name in differing if facts.get(name) is not None]
+    shown = {name: " ".join(map(str, fact)) if isinstance(fact, list) else fact for name, fact in facts.items()}
+    more = [IF_DIFFERENT[name].format(shown[name]) for name in differing if facts.get(name) is not None]
     model = Path(str(facts["model"])).name if facts.get("model") else ""
     return "\n".join(line for line in (model, ", ".join(parts), *more) if line)

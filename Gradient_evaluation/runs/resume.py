@@ -28,7 +28,7 @@ from Gradient_evaluation.runs.files import (
     write_bytes_atomic,
     write_json,
 )
-from Gradient_evaluation.runs.oracle_table import ADDED_LATER, oracle_row, with_jeffreys_error
+from Gradient_evaluation.runs.oracle_table import ADDED_LATER, N_LEFT_OUT, oracle_row, with_jeffreys_error
 
 IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
 BESIDE_THE_IDENTITY = ("weights_digest", "flags")  # what run.json has too
@@ -43,6 +43,7 @@ FROM_ELSEWHERE = {
     "template_date": "the clock, as the chat template prints the date",
     "prompt_format": "the tokenizer and chat template of --model",
     "model_fingerprint": "the weights and config of --model",
+    "reward_digest": "the file of --reward, which has changed since",
 }
 
 
@@ -208,6 +209,8 @@ def _refuse_other_row(where: str, row: dict, identity: dict) -> None:
         raise UserError(
             f"{where}: not a row of this script (no {missing[0]}); pass --overwrite to start afresh, or another --out_dir"
         )
+    if isinstance(row.get(N_LEFT_OUT), int):  # n_oracle of such a row are those that are left; the identity has all
+        row = {**row, "n_oracle": row["n_oracle"] + row[N_LEFT_OUT]}
     refuse_difference(where, row, identity)
 
 

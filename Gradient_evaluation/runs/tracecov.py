@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,11 +27,12 @@ from Gradient_evaluation.models import (
     weights_digest,
 )
 from Gradient_evaluation.runs import gram_store
+from Gradient_evaluation.runs.by_reward import reweighted
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.files import write_json
 from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size, score_gram
 from Gradient_evaluation.runs.memory import limited_memory, tune_allocator
-from Gradient_evaluation.runs.oracle_table import check_same_law, load_oracle_table
+from Gradient_evaluation.runs.oracle_table import check_same_law, load_oracle_table, oracle_components
 from Gradient_evaluation.runs.processes import Processes, Progress
 from Gradient_evaluation.runs.prompts import chat_from, run_identity, tokenised
 from Gradient_evaluation.runs.report import group_size_report, report
@@ -49,7 +51,7 @@ from Gradient_evaluation.runs.resume import (
     refuse_difference,
     saved_on_interrupt,
 )
-from Gradient_evaluation.runs.rewards import check_ground_truths
+from Gradient_evaluation.runs.rewards import RunRewards, check_ground_truths, check_weights, resolve_rewards
 from Gradient_evaluation.settings import WITH_FROM_GRAMS, TracecovSettings
 from Gradient_evaluation.stats.estimators import extra_rollouts, sketched_names
 
@@ -81,12 +83,13 @@ class Plan(NamedTuple):
     chosen: list[Chosen]  # in the order in which they were drawn
     todo: list[Chosen]  # those without a Gram file
     n_long: int  # prompts that are too long and left out
+    rewards: RunRewards
 
 
 class Measured(NamedTuple):
     """What the results are made of."""
 
-    records: Iterable[gram_store.GramRecord]  # in the order of the oracle table
+    records: Iterable[gram_store.GramRecord]  # in the order of the oracle table; gone through once for each reward
     config: dict  # the flags that made the records
     identity: dict  # of the run that made them
     checks: dict  # of that run
@@ -121,13 +124,14 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> 
     """Check and do all that needs no model. ``held`` takes the lock on the Gram files."""
     sizes = block_sizes(settings.M * settings.K_list[-1], planned_block_size(settings))
     rows = load_oracle_table(settings.oracle_table)
-    check_ground_truths(rows, settings.reward)
+    rewards = resolve_rewards(settings.reward, settings.reward_weights, settings.reward_timeout)
+    check_ground_truths(rows, rewards)
     warn_of_risks(settings.model, settings.trust_remote_code)
     tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
     path = Path(settings.save_json) / "grams" / IDENTITY
     earlier = [read_identity(path)] if path.exists() and not settings.overwrite else []
     chat = chat_from(settings, tokenizer, [*(row.columns for row in rows), *earlier])
-    law = run_identity(settings, tokenizer, chat)
+    law = run_identity(settings, tokenizer, chat, rewards)
     check_same_law(rows, law, settings.oracle_table, settings.allow_mismatch)
     chosen, n_long = choose_rows(rows, settings, tokenizer, chat)
     identity = {**law, **identity_beside_the_law(settings, sizes), "dtype": str(dtype).split(".")[-1]}
@@ -143,7 +147,7 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> 
         found = read_identity(grams / IDENTITY)
         refuse_difference(str(grams / IDENTITY), found, identity, stored_flags(settings))
         note_older_choice(grams, found, chosen)
-    return Plan(grams, identity, chosen, todo, n_long)
+    return Plan(grams, identity, chosen, todo, n_long, rewards)
 
 
 def identity_beside_the_law(settings: TracecovSettings, sizes: list[int]) -> dict:
@@ -214,7 +218,7 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
     fingerprints = processes.gather(fingerprint(model))
     processes.from_first(begin, plan, settings, fingerprints)
     gram = score_gram(model, settings)
-    measurement = Measurement(model, tokenizer, gram, settings)
+    measurement = Measurement(model, tokenizer, gram, settings, plan.rewards)
     done = len(plan.chosen) - len(plan.todo)
     checks = {"gen_bs": settings.gen_bs, **read_checks(plan.grams)}
     with (
@@ -243,6 +247,8 @@ def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
     for order, (index, row, _) in sorted(enumerate(plan.chosen), key=lambda each: each[1].index):
         record = gram_store.load(gram_store.path_of(plan.grams, row.prompt_id))
         now = {"index": index, "order": order, "oracle_value": row.oracle_value, "n_oracle": row.oracle_samples}
+        if plan.rewards.are_several:
+            now["oracle_components"] = oracle_components(row, plan.rewards.names)
         current = replace(record, **now)
         if any(getattr(record, name) != value for name, value in now.items()):
             current.save(plan.grams)
@@ -259,16 +265,33 @@ def recompute(settings: TracecovSettings, draw: Draw) -> None:
     with only_writer(folder / "grams"):
         # The config names what made the Grams, with null where that is not known. The defaults of this call made nothing.
         made, heeded = {**identity.get("flags", {}), **identity}, {flag.lstrip("-") for flag in WITH_FROM_GRAMS}
+        if settings.reward_weights is None:
+            heeded.remove("reward_weights")
         config = {name: value if name in heeded else made.get(name) for name, value in settings.config().items()}
         settings = replace(settings, seed=made.get("seed", settings.seed))  # the resamples of the run that made the Grams
         note = gram_store.belonging(grams)[1]
         if note:
             print(f"note: {note}", file=sys.stderr)
-        measured = Measured(gram_store.load_all(grams), config, identity, read_checks(grams))
+        records, identity = with_weights(gram_store.Records(partial(gram_store.load_all, grams)), identity, settings)
+        measured = Measured(records, config, identity, read_checks(grams))
         try:
             finish(settings, measured, started, draw)
         except ValueError as error:  # records of different runs in one folder do not fit each other
             raise UserError(f"{grams}: its files cannot be used together ({error}); give a folder of one run") from None
+
+
+def with_weights(records: Iterable, identity: dict, settings: TracecovSettings) -> tuple[Iterable, dict]:
+    """The records and the identity of a run, under --reward_weights where they are given and differ from the run's.
+
+    Raises UserError where the run has another number of rewards.
+    """
+    names = identity.get("reward")
+    if settings.reward_weights is None:
+        return records, identity
+    weights = list(check_weights(settings.reward_weights, [names] if isinstance(names, str) else names or []))
+    if weights == identity.get("reward_weights"):
+        return records, identity
+    return gram_store.Records(lambda: (reweighted(each, weights) for each in records)), {**identity, "reward_weights": weights}
 
 
 def finish(settings: TracecovSettings, measured: Measured, started: float, draw: Draw) -> None:
@@ -313,4 +336,5 @@ def run(settings: TracecovSettings, draw: Draw) -> None:
                 print(f"results: {results_path(settings.save_json, label)}")
                 return
             identity, checks = read_identity(plan.grams / IDENTITY), read_checks(plan.grams)
-            finish(settings, Measured(records_of(plan), settings.config(), identity, checks), started, draw)
+            records = gram_store.Records(partial(records_of, plan))
+            finish(settings, Measured(records, settings.config(), identity, checks), started, draw)

@@ -14,7 +14,7 @@ from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.oracle import oracle_columns
 from Gradient_evaluation.runs.oracle_table import load_oracle_table
 from Gradient_evaluation.runs.report import group_size_report
-from Gradient_evaluation.runs.rewards import rewards_of
+from Gradient_evaluation.runs.rewards import resolve_rewards, rewards_of
 from Gradient_evaluation.stats.summary import reduce_prompts
 from Gradient_evaluation.utils import Reward
 from plots.make_report import main as make_report
@@ -88,7 +88,7 @@ def test_a_reward_declared_as_0_or_1_is_held_to_it(tmp_path, monkeypatch):
     (row,) = load_oracle_table(table_of(tmp_path, V_oracle=0.5))
     monkeypatch.setitem(utils.REWARDS, "integer", Reward(lambda gold: gold, lambda text, gold: 0.7, zero_one=True))
     with pytest.raises(UserError, match="line 1: .* is 0.7, not 0 or 1"):
-        rewards_of(["a"], row, "integer")
+        rewards_of(["a"], row, resolve_rewards("integer"))
 
 
 def table_of(tmp_path, **columns):

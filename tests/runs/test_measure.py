@@ -13,6 +13,7 @@ from Gradient_evaluation.gram import ScoreGram
 from Gradient_evaluation.gram import scoring as gram_scoring
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.measure import Measurement, score_gram, scored
+from Gradient_evaluation.runs.rewards import resolve_rewards
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw
 
@@ -57,7 +58,7 @@ def audit_of_a_run(model, block_size):
     args = flags(temperature=1.0, K_list=[4, block_size], block_size=block_size)
     row = Row("p", "1", {}, "problems.jsonl, line 1", 0)
     with score_gram(model, args) as gram:
-        return Measurement(model, tiny_tokenizer(), gram, args).audit(row, [1, 2, 3])
+        return Measurement(model, tiny_tokenizer(), gram, args, resolve_rewards("integer")).audit(row, [1, 2, 3])
 
 
 def test_the_audited_block_is_as_large_as_the_blocks_of_the_run():

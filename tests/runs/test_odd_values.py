@@ -9,7 +9,7 @@ from scripts import call
 
 from Gradient_evaluation import calculate_oracle_v, run_tracecov
 from Gradient_evaluation.runs.oracle_table import load_oracle_table
-from Gradient_evaluation.runs.rewards import check_ground_truths
+from Gradient_evaluation.runs.rewards import check_ground_truths, resolve_rewards
 from plots.style import finish, new_ax, save_figure
 
 HUGE = "99999999999"
@@ -50,4 +50,4 @@ def test_decimals_in_parquet_are_the_numbers_they_write(tmp_path):
     assert [row.ground_truth for row in rows] == [12345678901234567891, 18]
     assert [row.oracle_value for row in rows] == [0.25, 1.0]
     for reward in ("integer", "math"):
-        check_ground_truths(rows, reward)
+        check_ground_truths(rows, resolve_rewards(reward))

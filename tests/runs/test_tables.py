@@ -18,7 +18,7 @@ from Gradient_evaluation.runs.dataset import load_dataset_rows, prompt_id
 from Gradient_evaluation.runs.files import append_row, read_finished_rows, truncate_file, write_bytes_atomic, write_json
 from Gradient_evaluation.runs.oracle_table import check_same_law, load_oracle_table
 from Gradient_evaluation.runs.resume import continue_table
-from Gradient_evaluation.runs.rewards import check_ground_truths, rewards_of
+from Gradient_evaluation.runs.rewards import check_ground_truths, resolve_rewards, rewards_of
 from Gradient_evaluation.utils import REWARDS, Reward
 
 USER = [{"role": "user", "content": "2+3?"}]
@@ -317,7 +317,7 @@ def test_any_file_gives_rows_or_the_documented_error(tmp_path_factory, data, nam
         assert 0 <= row.oracle_value <= 1 and row.prompt and row.ground_truth is not None
         json.loads(durable_files.to_json_line(row.columns))
         try:
-            check_ground_truths([row], "integer")
+            check_ground_truths([row], resolve_rewards("integer"))
         except UserError as error:
             assert row.where in str(error)
 
@@ -327,10 +327,10 @@ def test_any_file_gives_rows_or_the_documented_error(tmp_path_factory, data, nam
 
 def test_ground_truth_the_reward_cannot_use_is_refused_by_row(tmp_path):
     rows = load_oracle_table(written(tmp_path, line(GOOD, ground_truth="1,234") + line(OTHER, ground_truth="x/y")))
-    check_ground_truths(rows[:1], "integer")
-    check_ground_truths(rows, "math")
+    check_ground_truths(rows[:1], resolve_rewards("integer"))
+    check_ground_truths(rows, resolve_rewards("math"))
     with pytest.raises(UserError, match="line 2: the ground_truth 'x/y' is not an integer"):
-        check_ground_truths(rows, "integer")
+        check_ground_truths(rows, resolve_rewards("integer"))
 
 
 @pytest.mark.parametrize("size", [1e150, -1.1e30, 1e-170, -9e-31])
@@ -339,7 +339,7 @@ def test_reward_whose_squares_do_not_fit_is_refused(tmp_path, monkeypatch, size)
     (row,) = load_oracle_table(written(tmp_path, line(GOOD)))
     monkeypatch.setitem(REWARDS, "integer", Reward(lambda gold: gold, lambda text, gold: size))
     with pytest.raises(UserError, match="scale") as caught:
-        rewards_of(["a"], row, "integer")
+        rewards_of(["a"], row, resolve_rewards("integer"))
     assert all(part in one_line(caught) for part in ("line 1", "continuation 1", f"{size}", "1e-30 to 1e30"))
 
 
@@ -347,7 +347,7 @@ def test_reward_whose_squares_do_not_fit_is_refused(tmp_path, monkeypatch, size)
 def test_reward_at_the_bounds_of_size_is_taken(tmp_path, monkeypatch, size):
     (row,) = load_oracle_table(written(tmp_path, line(GOOD, V_oracle=size, reward_values="graded")))
     monkeypatch.setitem(REWARDS, "integer", Reward(lambda gold: gold, lambda text, gold: size))
-    assert rewards_of(["a"], row, "integer") == [size]
+    assert rewards_of(["a"], row, resolve_rewards("integer")).total == [size]
 
 
 @pytest.mark.parametrize("size", [1e150, -1e150, 1e-170, 10**400])

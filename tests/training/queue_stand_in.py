@@ -1,4 +1,4 @@
-"""VERL's own replay buffer over a queue in memory, for tests where VERL's queue (the package TransferQueue) is not installed."""
+"""A queue in memory under VERL's own replay buffer, for tests where its queue (the package TransferQueue) is missing."""
 
 import sys
 import types

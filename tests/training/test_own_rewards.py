@@ -143,6 +143,7 @@ def test_several_rewards_of_the_data_are_added_with_weights(own, tmp_path):
     train, _ = prepare(tmp_path, "jsonl", source, source, *rewards)
     result = as_verl_calls(train[0])
     assert result == {"score": 2 * 0.75 - 1, "format.py:graded": 0.75, "format.py:right": 1.0, "acc": 1.0}
+    assert as_verl_calls(train[0], reward="integer", reward_weights=[3]) == {"score": 3.0, "acc": 1.0, "pred": "2"}
     assert as_verl_calls(train[0], reward="integer") == {"score": 1.0, "acc": 1.0, "pred": "2"}
 
 
@@ -185,7 +186,7 @@ def test_the_sampling_law_names_rewards_as_results_do(own, monkeypatch):
     file, _ = own
     digest = resolve_reward(f"{file}:graded").digest
     one = training_law({"REWARD": f"'{file}:graded'"}, [])
-    assert (one["reward"], one["reward_digest"]) == ("format.py:graded", digest) and "reward_weights" not in one
+    assert (one["reward"], one["reward_digest"], one["reward_weights"]) == ("format.py:graded", digest, None)
     two = training_law({"REWARD": f"integer '{file}:graded'", "REWARD_WEIGHTS": "1 0.5"}, [])
     assert two["reward"] == ["integer", "format.py:graded"] and two["reward_digest"] == [None, digest]
     assert two["reward_weights"] == [1.0, 0.5]
@@ -214,9 +215,10 @@ def test_a_reward_that_cannot_judge_a_row_is_refused(own, tmp_path, rewards, mes
 @pytest.mark.parametrize(
     "flags, message",
     [
-        (["--reward", "style"], "--reward: 'style' is unknown, use integer, .*path/file.py:function"),
+        (["--reward", "style"], "--reward: invalid choice: 'style' .*path/file.py:function"),
         (["--reward", "integer", "math", "--reward_weights", "1"], "--reward_weights: 1 weights for 2 "),
         (["--reward_weights", "1"], "--reward_weights: 1 weights for 0 "),
+        (["--reward", "math", "--reward_weights", "0"], "--reward_weights: all are 0"),
         (["--reward", "math", "--reward_weights", "nan"], "--reward_weights: .*nan"),
         (["--reward", "math", "--reward_timeout", "0"], "--reward_timeout"),
     ],
