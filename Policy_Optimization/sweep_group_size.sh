@@ -54,10 +54,12 @@ mapfile -d '' -t todo <"$list"
 export HF_HOME="${HF_HOME:-$sweep_dir/cache/huggingface}" # one copy of a hub model for all runs
 
 launch() { # SIZE SEED RUN [more flags of the launcher]
+  local rollouts=()
+  if [[ -n ${SAVE_ROLLOUTS:-} ]]; then rollouts=(--save_rollouts "$SAVE_ROLLOUTS/$3"); fi # a folder for each run
   # Sizes, seeds and folders are the sweep's: these flags win over variables of the same names.
   env -u TRAIN_BATCH_SIZE -u MINI_BATCH_SIZE -u EPOCHS -u EXPERIMENT -u EXPERIMENT_NAME \
     bash "$here/grpo_train.sh" "${python_flags[@]}" "${@:4}" --group_size "$1" --seed "$2" \
-    --run_dir "$sweep_dir/$3" "${budget_flags[@]}" "${verl[@]}"
+    --run_dir "$sweep_dir/$3" "${rollouts[@]}" "${budget_flags[@]}" "${verl[@]}"
 }
 budget_flags=()
 for ((i = 0; i < ${#plan_flags[@]}; i++)); do

@@ -27,7 +27,17 @@ PAGES = (
 INSTALLED = ("-o", ".venv/installed", "-o", "outputs/verl_cpu/venv/installed")  # what make is to take as done
 REPORTED = "outputs/demo/tracecov_tiny_model.json"  # what make report takes without RESULTS
 PROGRAMS = ("python", ".venv/bin/python", "torchrun", "bash", "make", "pip", "ray", "wandb", "jupyter", "export")
-WRITTEN_BY = ("--out", "--out_dir", "--save_json", "--plot_path", "--run_dir", "--sweep_dir", "--target_dir", "--local_dir")
+WRITTEN_BY = (
+    "--out",
+    "--out_dir",
+    "--save_json",
+    "--plot_path",
+    "--run_dir",
+    "--sweep_dir",
+    "--target_dir",
+    "--local_dir",
+    "--save_rollouts",
+)
 # the names of what the scripts write; an outputs/ path of the README that is read must be one of them
 OUTPUTS = re.compile(
     r"oracle_v_n\d+_[\w.-]+\.jsonl|tracecov_(?!.*_detailed)[\w.-]+\.json|grams|manifest\.json|"
