@@ -67,7 +67,7 @@ def _run(name: str, rows: Rows, metric: str | None, path: Path, known: tuple[int
     if metric is None:
         found = sorted(key for key in names if VALIDATION.fullmatch(key))
         if not found:
-            raise UserError(f"{path}: holds no validation accuracy (val-core/.../acc/mean@N, or reward for acc); was test_freq -1?")
+            raise UserError(f"{path}: holds no validation accuracy (val-core/.../acc or reward/mean@N); was test_freq -1?")
         if len(found) > 1:
             raise UserError(f"{path}: holds several accuracies ({', '.join(found)[:150]}); choose one with --metric")
         metric = found[0]
