@@ -166,7 +166,11 @@ def _check_rewards(problem: Problem, settings: Settings) -> None:
     """UserError where a reward cannot judge the continuations of a problem."""
     if any(map(is_own, settings.reward)):
         rewards = resolved(Chosen(settings.reward, (), settings.reward_timeout))
-        check_row(as_row(settings.data_source, problem.ground_truth, extra_info(problem, "", None, settings)), rewards)
+        row = as_row(settings.data_source, problem.ground_truth, extra_info(problem, "", None, settings))
+        try:
+            check_row(row, rewards)
+        except UserError as error:  # the caller says where, and what to do
+            raise UserError(str(error).removeprefix(f"{row.where}: ").partition("; correct it or")[0]) from None
 
 
 def extra_info(problem: Problem, split: str, index: int | None, settings: Settings) -> dict[str, Any]:
