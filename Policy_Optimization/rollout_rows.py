@@ -11,7 +11,6 @@ from 1; the rollouts of step s are drawn from the weights after s - 1 updates, s
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 from collections import Counter
@@ -21,9 +20,10 @@ from typing import Any, Protocol
 
 from data.verl_parquet import message_type
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.dataset import prompt_id, to_json, with_packed_columns
+from Gradient_evaluation.runs.dataset import prompt_id, with_packed_columns
 from Gradient_evaluation.sampling.stop_strings import decode_text
 from Gradient_evaluation.utils import normalise_prompt
+from Policy_Optimization.reward_fn import json_fields
 
 FIELDS = (  # of a trajectory in VERL's queue
     "prompts",
@@ -37,8 +37,6 @@ FIELDS = (  # of a trajectory in VERL's queue
     "extra_info",
     "extra_fields",
 )
-
-
 NO_PARTS = ("score", "acc", "pred")  # of what compute_score returns; the rest are the parts of a reward
 
 
@@ -96,12 +94,12 @@ def _row(one: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
     tokens, info = list(one["responses"]), one.get("extra_info") or {}
     told = (one.get("extra_fields") or {}).get("reward_extra_info") or {}
     said = {"ground_truth": (one.get("reward_model") or {}).get("ground_truth"), "data_source": one.get("data_source")}
-    columns = with_packed_columns({**said, "extra_info": _as_json(info)})
+    columns = with_packed_columns({**said, "extra_info": json_fields(info)})
     columns["extra_info"].pop("columns", None)
     prompt = normalise_prompt(one["raw_prompt"])
     mask = [bool(counts) for counts in one["response_mask"]]
     reward = told.get("score", sum(one["rm_scores"]) if "rm_scores" in one else None)  # rm_scores are float32
-    parts = {name: value for name, value in told.items() if name not in NO_PARTS and not isinstance(value, (str, bool))}
+    parts = {name: value for name, value in told.items() if name not in NO_PARTS and (value is None or type(value) is float)}
     return {
         "prompt_id": f"{prompt_id(prompt, columns['ground_truth']):016x}",
         "prompt": prompt,
@@ -115,15 +113,6 @@ def _row(one: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
         "rewards": parts,
         "ended": bool(tokens) and tokens[-1] in reading.eos,
     }
-
-
-def _as_json(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an extra_info that have a form in JSON."""
-    found = {}
-    for name, value in info.items():
-        with contextlib.suppress(UserError):
-            found[str(name)] = to_json(value)
-    return found
 
 
 def to_parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
