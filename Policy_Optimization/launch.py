@@ -23,7 +23,7 @@ from data.verl_parquet import load_chat_tokenizer
 from Gradient_evaluation.chat_template import check_variables, date_string, prints_date
 from Gradient_evaluation.cli import run as run_main
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.own_reward import is_own
+from Gradient_evaluation.utils import REWARDS
 from Policy_Optimization import checks, verl_config
 from Policy_Optimization.overrides import REWARD_FILE, hydra_value, verl_overrides
 from Policy_Optimization.rollout_rows import check_saving
@@ -144,6 +144,13 @@ def check_machine(cfg: Any, settings: Settings) -> None:
         )
 
 
+def module_path(rewards: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The PYTHONPATH by which workers, which start in other folders, find a reward named package.module:function."""
+    if all(name in REWARDS or name.rpartition(":")[0].endswith(".py") for name in rewards):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), environment.get("PYTHONPATH"))))}
+
+
 def worker_overrides(variables: Mapping[str, str]) -> list[str]:
     """The overrides by which Ray gives the variables to every worker, also in a cluster that someone else started."""
     return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={hydra_value(text)}" for name, text in variables.items()]
@@ -216,8 +223,7 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
         print(f"note: {note}", file=sys.stderr)
     started = start_attempt(run_dir, previous, overrides)
     variables = run_environment(run_dir, started["attempts"], started["wandb_run_id"], environment)
-    if any(is_own(name) and ".py:" not in name for name in settings.reward or ()):  # a module: Ray's workers start elsewhere
-        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), environment.get("PYTHONPATH"))))
+    variables |= module_path(settings.reward or (), environment)
     if settings.ray_address:
         variables["RAY_ADDRESS"] = settings.ray_address
     log = run_dir / "logs" / f"console_{started['attempts']}.log"

@@ -11,7 +11,7 @@ from prepared import prepare, write_jsonl
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.own_reward import resolve_reward
 from Gradient_evaluation.runs.dataset import load_dataset_rows
-from Policy_Optimization import run_folder
+from Policy_Optimization import launch, run_folder
 from Policy_Optimization.overrides import training_law, verl_overrides
 from Policy_Optimization.reward_fn import compute_score
 from Policy_Optimization.settings import read_settings
@@ -180,6 +180,20 @@ def test_a_prompt_that_verl_does_not_pass_on_is_refused(own):
         compute_score("custom", "2", "2", {"level": 1, "tests": 1}, reward=f"{file}:trls")
     foreign = {"level": 1, "tests": 1, "index": 4, "split": "test"}  # a file of another program: its fields are the columns
     assert compute_score("custom", "2", "2", foreign, reward=f"{file}:verls") == {"score": 1.5}
+
+
+def test_workers_find_a_reward_of_a_module(tmp_path, monkeypatch):
+    (tmp_path / "project" / "mine").mkdir(parents=True)
+    (tmp_path / "project" / "mine" / "style.py").write_text("def f(text, ground_truth):\n    return 0.5\n")
+    monkeypatch.chdir(tmp_path / "project")
+    settings = read_settings(["--reward", "integer", "mine.style:f"], {})
+    path = launch.module_path(settings.reward, {"PYTHONPATH": "/else"})["PYTHONPATH"]
+    assert path == f"{tmp_path}/project:/else" and launch.module_path(("integer", "/a b/f.py:g"), {}) == {}
+    digests = [text for text in verl_overrides(settings) if "reward_digests" in text]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", path)
+    result = compute_score("custom", "2", "2", {"index": 0}, settings.reward)
+    assert result["score"] == 1.5 and result["mine.style:f"] == 0.5 and digests
 
 
 def test_the_sampling_law_names_rewards_as_results_do(own, monkeypatch):

@@ -196,8 +196,8 @@ def check(run_dir: Path, steps: int, saved: int, killed_after: int) -> dict:
     return {"validation": validation, "accuracy_by_step": logged.accuracy, "steps_first": first, "steps_second": second}
 
 
-def check_rollouts(out: Path, model: Path, steps: int) -> float:
-    """Assert that every step's rollouts are saved and are those of VERL's own dump, which has text and score alone.
+def check_rollouts(out: Path, model: Path, steps: int, budget: int = 256) -> float:
+    """Assert that the ``budget`` rollouts of every step are saved and are those of VERL's own dump, which has text and score alone.
 
     Returns the largest difference between a saved log-prob of step 1 and that of ``model``, which sampled it.
     """
@@ -209,7 +209,7 @@ def check_rollouts(out: Path, model: Path, steps: int) -> float:
         rows = pyarrow.parquet.read_table(out / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
         dumped = [json.loads(line) for line in (out / "verl_dump" / f"{step}.jsonl").read_text().splitlines()]
         saved = sorted((row["text"], row["reward"]) for row in rows)
-        assert len(rows) == 256 and saved == sorted((row["output"], row["score"]) for row in dumped), step
+        assert len(rows) == budget and saved == sorted((row["output"], row["score"]) for row in dumped), step
     scorer, largest = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), 0.0
     for row in pyarrow.parquet.read_table(out / "rollouts" / "step_000001.parquet").to_pylist():
         ids, tokens = torch.tensor([row["prompt_ids"] + row["response_ids"]]), row["response_ids"]
