@@ -197,7 +197,7 @@ def check(run_dir: Path, steps: int, saved: int, killed_after: int) -> dict:
 
 
 def check_rollouts(out: Path, model: Path, steps: int, budget: int = 256) -> float:
-    """Assert that the ``budget`` rollouts of every step are saved and are those of VERL's own dump, which has text and score alone.
+    """Assert that the ``budget`` rollouts of every step are saved, and that VERL's own dump has the same texts and scores.
 
     Returns the largest difference between a saved log-prob of step 1 and that of ``model``, which sampled it.
     """
