@@ -65,8 +65,8 @@ def answer_text(value: Any, reward: str, kind: str) -> str:
     >>> answer_text("48 / 2 = 24\n#### 1,024", "integer", "gsm8k"), answer_text(r"so \boxed{\frac12}", "math", "math")
     ('1024', '\\frac12')
     """
-    if kind == "gsm8k" and not (isinstance(value, str) and "####" in value):
-        raise UserError("the answer has no ####; is this GSM8K?")
+    if kind == "gsm8k":
+        _marked_answer(value)
     if kind == "math":
         value = _boxed_answer(value)
     checked = REWARDS[reward].check(value)
@@ -77,6 +77,13 @@ def answer_text(value: Any, reward: str, kind: str) -> str:
         return text.rpartition("####")[2].strip()
     boxed = last_boxed(text)
     return (text if boxed is None else boxed).strip()
+
+
+def _marked_answer(answer: Any) -> str:
+    """What follows the last ``####``."""
+    if not (isinstance(answer, str) and "####" in answer):
+        raise UserError("the answer has no ####; is this GSM8K?")
+    return answer.rpartition("####")[2].strip()
 
 
 def _boxed_answer(solution: Any) -> str:
@@ -146,7 +153,7 @@ def answer_of(value: Any, settings: Settings) -> str:
     if settings.kind == "math":
         return _boxed_answer(value)
     if settings.kind == "gsm8k":
-        return answer_text(value, "math", settings.kind)
+        return _marked_answer(value)
     return value if isinstance(value, str) else json.dumps(to_json(value), ensure_ascii=False)
 
 

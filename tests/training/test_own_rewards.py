@@ -147,6 +147,19 @@ def test_several_rewards_of_the_data_are_added_with_weights(own, tmp_path):
     assert as_verl_calls(train[0], reward="integer") == {"score": 1.0, "acc": 1.0, "pred": "2"}
 
 
+def test_gsm8k_and_math_keep_their_answers(own, tmp_path):
+    file, _ = own
+    gsm8k = write_jsonl(tmp_path / "g.jsonl", [{"question": f"{n}?", "answer": f"so\n#### {n}"} for n in (1, 2)])
+    train, _ = prepare(tmp_path, "gsm8k", gsm8k, gsm8k, "--reward", f"{file}:graded")
+    assert train[0]["reward_model"]["ground_truth"] == "1"
+    assert json.loads(train[0]["extra_info"]["columns"]) == {"prompt": train[0]["prompt"]}
+    rows = [{"problem": f"{n}?", "solution": rf"\boxed{{{n}}}", "level": "Level 5"} for n in (1, 2)]
+    math = write_jsonl(tmp_path / "m.jsonl", rows)
+    train, _ = prepare(tmp_path, "math", math, math, "--reward", f"{file}:graded")
+    assert train[0]["reward_model"]["ground_truth"] == "1"
+    assert json.loads(train[0]["extra_info"]["columns"])["level"] == "Level 5"
+
+
 def test_a_graded_reward_has_no_accuracy(own, tmp_path):
     file, source = own
     train, _ = prepare(tmp_path, "jsonl", source, source, "--reward", f"{file}:graded")
