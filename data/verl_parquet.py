@@ -12,7 +12,6 @@ import contextlib
 import io
 import json
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -20,12 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
+from data.answers import answer_of
 from Gradient_evaluation.chat_template import FLAG, check_variables, tool_schemas, verl_text
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.own_reward import is_own
 from Gradient_evaluation.runs.dataset import Record, prompt_id, read_records, to_json, warn_on_stderr
 from Gradient_evaluation.runs.rewards import check_weights
-from Gradient_evaluation.utils import REWARDS, Messages, last_boxed, normalise_prompt
+from Gradient_evaluation.utils import Messages, normalise_prompt
 from Policy_Optimization.reward_fn import Chosen, as_row, check_row, resolved
 
 if TYPE_CHECKING:
@@ -55,46 +55,6 @@ def read_source(source: str, split: str, configuration: str | None) -> Iterator[
         raise UserError(f"{source}: no local file or folder of this name, and the hub gave: {reason}") from None
     for number, record in enumerate(data, start=1):
         yield f"row {number} of {source} [{split}]", record
-
-
-def answer_text(value: Any, reward: str, kind: str) -> str:
-    r"""The answer of a row as text: what follows the last ``####``, the last ``\boxed{}``, or the value itself.
-
-    Raises UserError if ``reward`` could not compare with it, or where a kind promises a mark that is missing.
-
-    >>> answer_text("48 / 2 = 24\n#### 1,024", "integer", "gsm8k"), answer_text(r"so \boxed{\frac12}", "math", "math")
-    ('1024', '\\frac12')
-    """
-    if kind == "gsm8k":
-        _marked_answer(value)
-    if kind == "math":
-        value = _boxed_answer(value)
-    checked = REWARDS[reward].check(value)
-    if isinstance(checked, int):
-        return str(checked)
-    text = str(value)
-    if "####" in text:
-        return text.rpartition("####")[2].strip()
-    boxed = last_boxed(text)
-    return (text if boxed is None else boxed).strip()
-
-
-def _marked_answer(answer: Any) -> str:
-    """What follows the last ``####``."""
-    if not (isinstance(answer, str) and "####" in answer):
-        raise UserError("the answer has no ####; is this GSM8K?")
-    return answer.rpartition("####")[2].strip()
-
-
-def _boxed_answer(solution: Any) -> str:
-    r"""What the last ``\boxed{}`` holds; a few solutions of MATH write ``\boxed 5$`` without braces."""
-    answer = last_boxed(solution) if isinstance(solution, str) else None
-    if answer is None and isinstance(solution, str):
-        bare = re.findall(r"\\boxed\s+([^${}\\\s]+)\s*(?=\$)", solution)
-        answer = bare[-1] if bare else None
-    if answer is None:
-        raise UserError(r"the solution has no balanced \boxed{}; is this MATH?")
-    return answer
 
 
 def load_problems(records: Iterator[Record], source: str, settings: Settings) -> list[Problem]:
@@ -138,23 +98,16 @@ def read_problem(where: str, record: Record, settings: Settings) -> Problem:
             raise UserError(f"{where}: no column {column!r} (columns: {existing}); {settings.kind} rows need it")
     messages = _messages(record[form.prompt_column], form.request, where, record.get("tools"))
     try:
-        problem = Problem(messages, answer_of(record[form.answer_column], settings), where, other_columns(record, settings))
+        problem = Problem(
+            messages,
+            answer_of(record[form.answer_column], settings.kind, settings.reward),
+            where,
+            other_columns(record, settings),
+        )
         _check_rewards(problem, settings)
         return problem
     except UserError as error:
         raise UnusableAnswer(str(error)) from None
-
-
-def answer_of(value: Any, settings: Settings) -> str:
-    """The answer of a row as text, by the first of this toolkit's own rewards; a person's own function gets it whole."""
-    for name in settings.reward:
-        if name in REWARDS:
-            return answer_text(value, name, settings.kind)
-    if settings.kind == "math":
-        return _boxed_answer(value)
-    if settings.kind == "gsm8k":
-        return _marked_answer(value)
-    return value if isinstance(value, str) else json.dumps(to_json(value), ensure_ascii=False)
 
 
 def other_columns(record: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
@@ -171,7 +124,7 @@ def other_columns(record: Mapping[str, Any], settings: Settings) -> dict[str, An
 
 def _check_rewards(problem: Problem, settings: Settings) -> None:
     """UserError where a reward cannot judge the continuations of a problem."""
-    if any(map(is_own, settings.reward)):
+    if any(map(is_own, settings.reward)) or len(settings.reward) > 1:
         rewards = resolved(Chosen(settings.reward, (), settings.reward_timeout))
         row = as_row(settings.data_source, problem.ground_truth, extra_info(problem, "", None, settings))
         try:

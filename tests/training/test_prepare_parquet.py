@@ -10,8 +10,8 @@ import pytest
 from launches import save_chat_tokenizer
 from prepared import prepare, write_jsonl
 
+from data.answers import answer_text
 from data.make_arithmetic import make_problems
-from data.verl_parquet import answer_text
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import load_dataset_rows
 from Gradient_evaluation.utils import REWARDS
