@@ -188,7 +188,7 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
     )
     run.add_argument(
         "--reward_timeout",
-        type=number(0, low_included=False),
+        type=number(0, 1e6, low_included=False),
         default=CALL_LIMIT,
         metavar="SECONDS",
         help="of one call of a reward function of yours (%(default)s)",

@@ -9,7 +9,8 @@ A function has one of three signatures, told apart by the names of its parameter
   ``**columns`` gets all columns.
 * VERL's ``compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)`` -> float or {"score": float}.
   data_source is the row's column of this name, "" where it has none; extra_info has the row's other columns, and what is in
-  its column extra_info.
+  its column extra_info. ground_truth is that of the column reward_model where there is one, and a number is passed as text,
+  as in VERL's parquet.
 * TRL's ``f(completions, **columns) -> list of float or None``, one call for all continuations of a prompt. Each column is
   a list with one value per completion; so are ``prompts`` and ``completion_ids``. Where the prompt is a list of messages,
   each completion is [{"role": "assistant", "content": text}]. None leaves a continuation out.
@@ -35,6 +36,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.integer_answer import shorten_repr
 from Gradient_evaluation.reward_worker import TRL
 from Gradient_evaluation.utils import REWARDS
 
@@ -79,6 +81,7 @@ class Reward:
         Raises UserError that names ``row.where``, the reward, the continuation and its text.
         """
         if self._own:
+            self.check_row(row)
             return self._own.of_prompt(list(texts), row, token_ids)
         return [self.score(text, row.ground_truth) for text in texts]
 
@@ -104,7 +107,11 @@ def is_own(name: str) -> bool:
 def stored_name(name: str) -> str:
     """The name that results have: of a path only the file's name, so that a folder may move."""
     source, _, function = name.rpartition(":")
-    return f"{Path(source).name}:{function}" if source.endswith(".py") else name
+    return f"{Path(source).name}:{function}" if _is_path(source) else name
+
+
+def _is_path(source: str) -> bool:
+    return source.endswith(".py") or os.sep in source
 
 
 class OwnFunction:
@@ -122,7 +129,7 @@ class OwnFunction:
         source, _, function = name.rpartition(":")
         self.typed, self.name, self.timeout = name, stored_name(name), timeout
         self.asked: dict[str, Any] = {"function": function, "limit": timeout}
-        if source.endswith(".py") or os.sep in source:
+        if _is_path(source):
             path = Path(source).expanduser()
             if not path.is_file():
                 raise UserError(f"--reward {name}: there is no file {source}")
@@ -165,7 +172,6 @@ class OwnFunction:
 
     def of_prompt(self, texts: list[str], row: Any, token_ids: Sequence[Sequence[int]] | None) -> list[float | None]:
         """See ``Reward.of_prompt``."""
-        self.check_columns(row.columns)
         plain = {"prompt": row.prompt, "ground_truth": row.ground_truth, "columns": row.columns}
         ids = None if token_ids is None else [list(map(int, each)) for each in token_ids]
         question = json.dumps({"texts": texts, "token_ids": ids, "row": plain}).encode() + b"\n"
@@ -194,7 +200,7 @@ class OwnFunction:
 
     def _told(self, what: str, texts: Sequence[str], done: int, row: Any) -> str:
         """One line: where, which reward, which continuation, its text, and what went wrong."""
-        text = " ".join(repr(texts[done])[:80].split())
+        text = shorten_repr(texts[done])
         which = f"continuation {done + 1}, {text}"
         if self.about["kind"] == TRL:
             which = f"{len(texts)} continuations, the first {text}"

@@ -13,7 +13,7 @@ import copy
 import faulthandler
 import functools
 import hashlib
-import importlib
+import importlib.util
 import inspect
 import json
 import math
@@ -43,20 +43,26 @@ class Unusable(Exception):
 # --- finding the function and reading its signature ---
 
 
-def load(asked: dict) -> tuple[Any, str, str]:
-    """(the function, its file, the first 16 hex digits of the SHA-256 of that file).
+def file_of(asked: dict) -> str:
+    """The file of the function, "" where there is none. Its folder (of a module the working folder) goes first on sys.path."""
+    if "file" in asked:
+        sys.path.insert(0, os.path.dirname(asked["file"]))
+        return asked["file"]
+    sys.path.insert(0, os.getcwd())
+    spec = importlib.util.find_spec(asked["module"])
+    return (spec and spec.has_location and spec.origin) or ""
+
+
+def load(asked: dict, path: str) -> tuple[Any, str]:
+    """(the function, the first 16 hex digits of the SHA-256 of its file).
 
     asked: {"file": absolute path} or {"module": dotted name}, and "function", which may be dotted (``judge.score``).
     """
     if "file" in asked:
-        path = asked["file"]
-        sys.path.insert(0, os.path.dirname(path))
         module, source = _module_of_file(path)
     else:
-        sys.path.insert(0, os.getcwd())
         module = importlib.import_module(asked["module"])
-        path = getattr(module, "__file__", None)
-        if path is None:
+        if not path:
             raise Unusable(f"module {asked['module']} has no file")
         with open(path, "rb") as file:
             source = file.read()
@@ -66,7 +72,7 @@ def load(asked: dict) -> tuple[Any, str, str]:
             known = [each for each, value in vars(module).items() if callable(value) and each[0] != "_"]
             raise Unusable(f"has no {asked['function']}; it has {', '.join(known[:8]) or 'no function'}")
         found = getattr(found, name)
-    return found, path, hashlib.sha256(source).hexdigest()[:16]
+    return found, hashlib.sha256(source).hexdigest()[:16]
 
 
 def _module_of_file(path: str) -> tuple[types.ModuleType, bytes]:
@@ -203,8 +209,16 @@ def calls(signature: Signature, question: dict) -> Iterator[tuple[dict, int]]:
         rest = {name: value for name, value in columns.items() if name not in NOT_EXTRA}
         info = {**rest, **(columns.get("extra_info") or {})}
         given |= {"data_source": columns.get("data_source") or "", "extra_info": info}
+        given["ground_truth"] = verl_ground_truth(columns)
     for text in texts:  # a copy for each call: a function may change what it is given
         yield copy.deepcopy(signature.taken({**given, signature.text: text})), 1
+
+
+def verl_ground_truth(columns: dict) -> Any:
+    """What VERL passes: reward_model["ground_truth"], where the row has it; a number as the text that its parquet holds."""
+    judged = columns.get("reward_model")
+    value = judged["ground_truth"] if isinstance(judged, dict) and "ground_truth" in judged else columns["ground_truth"]
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
 
 def values_of(signature: Signature, returned: Any, count: int) -> list[float | None]:
@@ -244,18 +258,20 @@ def _short(value: Any) -> str:
 
 
 def in_one_line(error: BaseException, path: str) -> str:
-    """``ValueError: no digits (format.py, line 12)``: the deepest line of the person's own file."""
+    """``raised ValueError: no digits (format.py, line 12)``: the deepest line of the person's own file, ``path``."""
     if isinstance(error, Unusable):
         return str(error)
-    name = os.path.basename(path)
-    if isinstance(error, SyntaxError) and error.filename == path:
-        return f"raised {type(error).__name__}: {error.msg} ({name}, line {error.lineno})"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    try:
-        text = " ".join(str(error).split())[:200]
-    except Exception:
-        text = ""
-    return f"raised {type(error).__name__}{': ' * bool(text)}{text}{f' ({name}, line {lines[-1]})' if lines else ''}"
+    if isinstance(error, SyntaxError):
+        places, text = [(error.filename, error.lineno)], error.msg
+    else:
+        frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        places = [each for each in frames if each[0] == path]
+        try:
+            text = " ".join(str(error).split())[:200]
+        except Exception:
+            text = ""
+    where = f" ({os.path.basename(places[-1][0] or '')}, line {places[-1][1]})" if places else ""
+    return f"raised {type(error).__name__}{': ' if text else ''}{text}{where}"
 
 
 def serve() -> None:
@@ -276,9 +292,10 @@ def serve() -> None:
         while data:
             data = data[answers.write(data) :]
 
-    path = asked.get("file", "")
+    path = ""
     try:
-        function, path, digest = load(asked)
+        path = file_of(asked)
+        function, digest = load(asked, path)
         function = prepared(function, asked["function"])
         signature = Signature(function, asked["function"])
         answer({"about": describe(function, signature, path, digest)})

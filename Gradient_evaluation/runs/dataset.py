@@ -132,9 +132,12 @@ def packed_columns(extra_info: Any) -> dict[str, Any]:
 def with_packed_columns(columns: dict[str, Any]) -> dict[str, Any]:
     """The columns of a row, with those that prepare_parquet.py has put into its extra_info; these come first.
 
-    Among them can be the ground_truth as the data set has it, which VERL's files hold as text.
+    Among them can be the ground_truth as the data set has it, which VERL's files hold as text, in reward_model too.
     """
-    return {**columns, **packed_columns(columns.get("extra_info"))}
+    packed = packed_columns(columns.get("extra_info"))
+    if "ground_truth" in packed and isinstance(columns.get("reward_model"), Mapping):
+        packed["reward_model"] = {**columns["reward_model"], "ground_truth": packed["ground_truth"]}
+    return {**columns, **packed}
 
 
 def _refuse_surrogates(prompt: str | Messages) -> None:

@@ -230,7 +230,11 @@ def summarise(table: list[dict], plan: Plan, seconds: float) -> str:
     spread = f"V = 0 for {np.mean(values == 0):.0%}, V = 1 for {np.mean(values == 1):.0%}"
     if any(row.get("reward_values") == GRADED for row in table):
         spread = f"from {values.min():.3g} to {values.max():.3g}"
-    return f"{len(values)} prompts{left_out}, mean V {values.mean():.3f}, {spread}, {seconds:.0f} s -> {plan.path}"
+    alone = ""
+    if plan.rewards.are_several:
+        means = {name: np.mean([row[V_COMPONENTS][name] for row in table]) for name in plan.rewards.names}
+        alone = f" ({', '.join(f'{name} {mean:.3f}' for name, mean in means.items())})"
+    return f"{len(values)} prompts{left_out}, mean V {values.mean():.3f}{alone}, {spread}, {seconds:.0f} s -> {plan.path}"
 
 
 def run(settings: OracleSettings) -> None:

@@ -382,13 +382,17 @@ def _facts(results: dict) -> dict:
     return facts
 
 
+def _listed(values: list) -> str:
+    return " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+
+
 def _description(facts: dict, differing: Sequence[str]) -> str:
     parts = [f"{name} {facts[name]:g}" for name in ALWAYS if isinstance(facts.get(name), (int, float))]
     for name, (neutral, form) in UNLESS_NEUTRAL.items():
         if name in facts and facts[name] != neutral:
             value = " ".join(map(repr, facts[name])) if isinstance(facts[name], list) else facts[name]
             parts.append(form.format(value))
-    shown = {name: " ".join(map(str, fact)) if isinstance(fact, list) else fact for name, fact in facts.items()}
+    shown = {name: _listed(fact) if isinstance(fact, list) else fact for name, fact in facts.items()}
     more = [IF_DIFFERENT[name].format(shown[name]) for name in differing if facts.get(name) is not None]
     model = Path(str(facts["model"])).name if facts.get("model") else ""
     return "\n".join(line for line in (model, ", ".join(parts), *more) if line)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.integer_answer import shorten_repr
 from Gradient_evaluation.own_reward import CALL_LIMIT, Reward, resolve_reward
 from Gradient_evaluation.runs.dataset import Row
 
@@ -141,7 +142,8 @@ def _component(texts: list[str], row: Row, reward: Reward, token_ids) -> np.ndar
             found.append(float(value))
         except (TypeError, ValueError, OverflowError):
             found.append(math.nan)
-        about = f"{row.where}: the reward {reward.name!r} of continuation {number} is {repr(value)[:40]}"
+        of_which = f"continuation {number}, {shorten_repr(texts[number - 1])},"
+        about = f"{row.where}: the reward {reward.name!r} of {of_which} is {repr(value)[:40]}"
         if not math.isfinite(found[-1]) or (reward.zero_one and found[-1] not in (0, 1)):
             wanted = "0 or 1" if reward.zero_one else "a finite number"
             raise UserError(f"{about}, not {wanted}; mend the reward function")

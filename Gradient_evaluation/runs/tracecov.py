@@ -289,7 +289,7 @@ def with_weights(records: Iterable, identity: dict, settings: TracecovSettings) 
     if settings.reward_weights is None:
         return records, identity
     weights = list(check_weights(settings.reward_weights, [names] if isinstance(names, str) else names or []))
-    if weights == identity.get("reward_weights"):
+    if weights == (identity.get("reward_weights") or [1.0]):
         return records, identity
     return gram_store.Records(lambda: (reweighted(each, weights) for each in records)), {**identity, "reward_weights": weights}
 

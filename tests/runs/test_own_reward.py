@@ -82,6 +82,7 @@ VERL = {
     "verl_keywords": ("def f(data_source, solution_str, ground_truth, extra_info, **kw): return len(kw)", [0, 0]),
     "verl_setting": ("def f(data_source, solution_str, ground_truth, extra_info=None, scale=2.0): return scale", [2, 2]),
 }
+LIKE_PARQUET = row(ground_truth=5, reward_model={"style": "rule", "ground_truth": "2"})
 TRL = {
     "trl": ("def f(completions, ground_truth, **_): return [float(c == g) for c, g in zip(completions, ground_truth)]", [1, 0]),
     "trl_all_columns": ("def f(completions, **all): return [x + ('prompt' in all) for x in all['level']]", [3, 3]),
@@ -95,6 +96,7 @@ TRL = {
         [1, 1],
     ),
 }
+VERL_TRUTH = "def f(data_source, solution_str, ground_truth): return float(solution_str == ground_truth)"
 CHATS = {
     "trl_chat": (
         "def f(prompts, completions, **_):\n    assert all(c[0]['role'] == 'assistant' and len(c) == 1 for c in completions)\n"
@@ -109,6 +111,8 @@ SIGNATURES = [
     *((name, CHAT, *case) for name, case in CHATS.items() if case[1]),
     ("the_messages", CHAT, CHATS["the_messages"][0], [2.04, 2.04]),
     ("trl_begun_reply", BEGUN, CHATS["trl_chat"][0], [21, 22]),  # as TRL: the begun reply stays in the prompt
+    ("verl_number_as_text", row(ground_truth=2), VERL_TRUTH, [1, 0]),
+    ("verl_parquet", LIKE_PARQUET, VERL_TRUTH, [1, 0]),
     (
         "verl_without_its_columns",
         PLAIN,
@@ -173,6 +177,16 @@ def test_a_file_may_import_its_neighbours_and_the_toolkit(tmp_path):
     assert reward.of_prompt(["2", "3"], PLAIN) == [2.0, 0.0]
 
 
+def test_a_module_that_fails_names_its_line(tmp_path, monkeypatch):
+    (tmp_path / "judge.py").write_text("import json\njson.loads('{')\n")
+    (tmp_path / "wrong.py").write_text("x = 1\n\ndef f(text) return 1\n")
+    monkeypatch.chdir(tmp_path)
+    for name, said in (("judge:f", "(judge.py, line 2)"), ("wrong:f", "(wrong.py, line 3)")):
+        with pytest.raises(UserError, match=f"--reward {name}: ") as caught:
+            resolve_reward(name)
+        assert said in str(caught.value)
+
+
 # --- what cannot be used ---
 
 UNUSABLE = {
@@ -233,6 +247,8 @@ def test_a_row_without_what_a_function_takes_is_named(tmp_path):
         UserError, match="a.jsonl, line 7: the reward format.py:f takes unit, .*columns: prompt, ground_truth, level"
     ):
         reward.check_row(PLAIN)
+    with pytest.raises(UserError, match="a.jsonl, line 7: the reward format.py:f takes unit"):
+        reward.of_prompt(TEXTS, PLAIN)
     with pytest.raises(UserError, match="line 7: the reward format.py:f takes ground_truth, and the row has none"):
         reward.check_row(row(ground_truth=None, unit="m"))
     reward.check_row(row(unit="m"))

@@ -9,6 +9,7 @@ from scripts import FLAGS, call, files_of, from_grams, one_line_error, oracle, r
 from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.report import report
+from Gradient_evaluation.runs.results import describe_each
 
 SOURCE = """
 from Gradient_evaluation.utils import integer_reward
@@ -138,6 +139,14 @@ def test_other_weights_need_no_model(two, made, rewards, weights, tmp_path):
     assert law["cosine_to_gradient"] == {} and law["reasons"]["cosine_to_gradient"].startswith("the sketches of the other")
 
 
+def test_results_of_two_weightings_are_told_apart(two, made, rewards):
+    other = made("--reward", rewards["right"], rewards["shape"], "--reward_weights", 1, 1)
+    named = describe_each([read(folder / RESULTS) for folder in (two, other)])
+    assert [text.splitlines()[2] for text in named] == ["weights -0.5 2 of the rewards", "weights 1 1 of the rewards"]
+    named = describe_each([read(folder / RESULTS) for folder in (two, made("--reward", "integer"))])
+    assert "own.py:right own.py:shape reward" in named[0] and "integer reward" in named[1]
+
+
 def test_the_weights_of_the_run_change_nothing(two, tmp_path):
     for name, flags in (("a", ()), ("b", ("--reward_weights", -0.5, 2))):
         assert from_grams(two / "grams", tmp_path / name, "--K_list", 2, 4, *flags)[0] == 0
@@ -151,8 +160,10 @@ def test_weights_that_the_grams_do_not_have_are_one_line(two, made, tmp_path, ca
     one_line_error(wrong, "--reward_weights: 1 weights for 2 rewards (own.py:right, own.py:shape)")
     one = made("--reward", "integer")
     one_line_error(from_grams(one / "grams", tmp_path, "--reward_weights", 2, capsys=capsys), "these Grams have one reward")
+    assert from_grams(one / "grams", tmp_path / "one", "--reward_weights", 1, "--K_list", 2)[0] == 0
+    capsys.readouterr()
     huge = from_grams(two / "grams", tmp_path, "--reward_weights", 1e30, 1e30, "--K_list", 2, capsys=capsys)
-    assert huge[0] == 0 or "--reward_weights" in huge[2]
+    one_line_error(huge, "--reward_weights: a weighted sum of rewards whose size is neither 0 nor from 1e-30 to 1e30")
 
 
 def test_without_v_of_each_reward_the_oracle_has_no_other_weights(two, policy, tmp_path):
