@@ -1,17 +1,17 @@
-"""What a chat template is given, and what it makes of messages.
+"""Chat templates: what they are given, and the text that they make of messages.
 
     json_object(text)                       an argparse type: the value of --chat_template_kwargs
-    plain_fields(message)                   the fields of a message beside role and content, in plain types
+    plain_fields(message)                   the fields of a message besides role and content, in plain types
     tool_schemas(value)                     the column ``tools`` as a list of function schemas
     Chat(kwargs, date)                      what every prompt of a run is rendered with
     check_variables(tokenizer, kwargs)      UserError for a variable that the template does not read
-    chat_of(tokenizer, kwargs, dates)       a Chat, its variables checked and its date pinned
-    render(tokenizer, messages, tools, chat)
-    verl_text(tokenizer, messages, kwargs)  the same as VERL renders a row of its parquet
-    date_string(tokenizer, kwargs)          today's date as the template prints it, where a variable can stand for it
+    chat_of(tokenizer, kwargs, dates)       a Chat with checked variables and a fixed date
+    render(tokenizer, messages, tools, chat)  the text that the model is to continue
+    verl_text(tokenizer, messages, kwargs)  the text that VERL makes of a row of its parquet
+    date_string(tokenizer, kwargs)          today's date as the template prints it, if a variable can set it
 
-transformers passes a variable that the template does not read on without a word, and a template may print today's
-date. The first is refused here by name, the second is the date that the run began with.
+transformers ignores a variable that the template does not read. Here it is an error that names the variable. A template
+may print today's date. Here it prints the date on which the run began.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from Gradient_evaluation.errors import UserError
 
 Messages = list[dict[str, Any]]
 FLAG = "--chat_template_kwargs"
-OURS = {  # what the flag may not set, and where it comes from
+OURS = {  # variables that the flag may not set, and where they come from
     "messages": "the column prompt",
     "tools": "the column tools",
     "add_generation_prompt": "the last message's role",
@@ -39,7 +39,7 @@ OURS = {  # what the flag may not set, and where it comes from
 
 
 class Chat(NamedTuple):
-    """What a template is given beside messages and tools. date: in ISO form where the template prints the date."""
+    """What a template is given besides messages and tools. date: in ISO form if the template prints the date, else None."""
 
     kwargs: Mapping[str, Any] = {}
     date: str | None = None
@@ -60,7 +60,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """``value`` without null fields and in plain types: parquet turns missing fields into null, lists into arrays."""
+    """``value`` in plain types, without null fields. (Parquet turns missing fields into null, and lists into arrays.)"""
     if isinstance(value, Mapping):
         return {str(name): plain(item) for name, item in value.items() if item is not None}
     if isinstance(value, (list, tuple)):
@@ -69,27 +69,29 @@ def plain(value: Any) -> Any:
 
 
 def plain_fields(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a message beside role and content that say something, such as tool_calls or reasoning_content."""
+    """The fields of a message besides role and content that are not null, such as tool_calls or reasoning_content."""
     fields = {name: plain(value) for name, value in message.items() if name not in ("role", "content") and value is not None}
-    if not fields.get("tool_calls", True):  # an empty list calls nothing; some templates ask for one call exactly
+    if not fields.get("tool_calls", True):  # no call at all; some templates raise unless there is exactly one
         del fields["tool_calls"]
     try:
         json.dumps(fields, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
-        raise UserError(f"the prompt holds a message whose {', '.join(fields)} JSON cannot hold; give text or JSON") from None
+        raise UserError(
+            f"the prompt has a message whose {', '.join(fields)} cannot be written as JSON; give text or JSON"
+        ) from None
     return fields
 
 
 def tool_schemas(value: Any) -> list[dict[str, Any]]:
     """The column ``tools`` of a row: a list of function schemas, or its JSON text; [] where there are none.
 
-    Fields that are null are left out, as parquet fills them in; JSON text is taken as it stands.
+    Fields that are null are left out, because parquet adds them. JSON text is used unchanged.
     """
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else []
         except ValueError:
-            raise UserError("the column tools is text, but no JSON; give a list of function schemas") from None
+            raise UserError("the column tools is text, but not JSON; give a list of function schemas") from None
     else:
         value = plain(value)
     if value is None or value == []:
@@ -100,7 +102,7 @@ def tool_schemas(value: Any) -> list[dict[str, Any]]:
 
 
 def template_variables(tokenizer) -> set[str]:
-    """The variables that the tokenizer's chat template, or one of several, reads; empty without a template."""
+    """The variables that the tokenizer's chat template reads (or any of several templates); empty without a template."""
     return set().union(*map(_variables, _templates(tokenizer)))
 
 
@@ -113,8 +115,8 @@ def _variables(text: str) -> frozenset[str]:
     try:
         tree = _compile_jinja_template(text).environment.parse(text)
     except TemplateError:
-        return frozenset()  # a template that is none is refused, with its reason, once it renders
-    clock = {name.name for name in tree.find_all(nodes.Name) if name.name == "strftime_now"}  # no variable: a global there
+        return frozenset()  # render() refuses a broken template and says why
+    clock = {name.name for name in tree.find_all(nodes.Name) if name.name == "strftime_now"}  # a global, not a variable
     return frozenset(meta.find_undeclared_variables(tree) | clock)
 
 
@@ -124,29 +126,29 @@ def _templates(tokenizer) -> list[str]:
 
 
 def prints_date(tokenizer, kwargs: Mapping[str, Any]) -> bool:
-    """Whether what the template makes of a prompt depends on the day."""
+    """Whether the text that the template makes depends on today's date."""
     return "date_string" not in kwargs and "strftime_now" in template_variables(tokenizer)
 
 
 def check_variables(tokenizer, kwargs: Mapping[str, Any]) -> None:
-    """UserError for a variable that the chat template does not read, or that is ours to set."""
+    """Raise UserError for a variable that the chat template does not read, or that is set otherwise (``OURS``)."""
     for name in kwargs:
         if name in OURS:
             raise UserError(f"{FLAG}: {name} comes from {OURS[name]}; leave it out")
     read = template_variables(tokenizer)
     name_of_it = getattr(tokenizer, "name_or_path", "") or "the tokenizer"
     if kwargs and not _templates(tokenizer):
-        raise UserError(f"{FLAG}: {name_of_it} has no chat template, so nothing reads it; leave it out")
+        raise UserError(f"{FLAG}: {name_of_it} has no chat template that could read the variables; leave the flag out")
     if unread := [name for name in kwargs if name not in read]:
         known = ", ".join(sorted(read - set(OURS) - set(tokenizer.special_tokens_map))) or "none"
         raise UserError(f"{FLAG}: the chat template of {name_of_it} does not read {', '.join(unread)} (it reads: {known})")
 
 
 def chat_of(tokenizer, kwargs: Mapping[str, Any], dates: Iterable[Any] = ()) -> Chat:
-    """What prompts are rendered with; UserError for a variable that the template does not read.
+    """The Chat for all prompts of a run. Raises UserError for a variable that the template does not read.
 
-    dates: those earlier parts of the same run began with; the first of them is used again. Else it is today's, and a
-    note on stderr says so.
+    dates: the dates that earlier parts of the same run have stored. The first valid one is used again. Without one it is
+    today's date, and a note on stderr says so.
     """
     check_variables(tokenizer, kwargs)
     if not prints_date(tokenizer, kwargs):
@@ -154,7 +156,7 @@ def chat_of(tokenizer, kwargs: Mapping[str, Any], dates: Iterable[Any] = ()) -> 
     date = next((date for date in dates if _is_date(date)), None)
     if date is None:
         date = datetime.date.today().isoformat()
-        print(f"note: the chat template prints the date; this run keeps {date}, also when it is continued", file=sys.stderr)
+        print(f"note: the chat template prints the date; this run uses {date}, also when it is continued", file=sys.stderr)
     return Chat(dict(kwargs), date)
 
 
@@ -166,11 +168,13 @@ def _is_date(text: Any) -> bool:
 
 
 def render(tokenizer, messages: Messages, tools: Sequence[Mapping] = (), chat: Chat = PLAIN) -> str:
-    """The text of a conversation that the model is to continue.
+    """The text that the model is to continue.
 
-    A last message of the assistant is continued where it ends; else the template adds what begins an answer. A
-    template that refuses the system role gets the system text at the head of the first user turn. A tokenizer without
-    a template gets ``System: ...``, ``User: ...``, ``Assistant: ...`` with blank lines between.
+    * If the assistant wrote the last message, the model continues that message. Else the template begins an answer.
+    * If the template refuses the system role, the system text goes to the beginning of the first user message.
+    * Without a template, messages are ``System: ...``, ``User: ...``, ``Assistant: ...``, with blank lines between them.
+
+    Raises UserError if the template refuses the messages, or does not read the tools or tool calls that they have.
     """
     prefilled = messages[-1]["role"] == "assistant"
     if prefilled and messages[-1]["content"] is None:
@@ -193,9 +197,10 @@ def render(tokenizer, messages: Messages, tools: Sequence[Mapping] = (), chat: C
 
 
 def verl_text(tokenizer, messages: Messages, kwargs: Mapping[str, Any]) -> str:
-    """The text VERL makes of a row's messages: all fields of the file, null where a message has none of them.
+    """The text that VERL makes of a row's messages.
 
-    Raises UserError where the template refuses them, or renders such messages otherwise than those without null.
+    VERL gives each message every field that the file has, and null where the message lacks it. Raises UserError if the
+    template refuses the messages, or if these nulls change the text.
     """
     whole = [
         {name: plain(value) for name, value in message.items() if value is not None or name == "content"}
@@ -205,19 +210,19 @@ def verl_text(tokenizer, messages: Messages, kwargs: Mapping[str, Any]) -> str:
     for each in [messages] if whole == messages else [messages, whole]:
         try:
             texts.append(tokenizer.apply_chat_template(each, add_generation_prompt=True, tokenize=False, **kwargs))
-        except Exception as error:  # a template is a program of its author's
+        except Exception as error:  # a template can raise anything
             reason = " ".join(f"{error}".split())[:300] or type(error).__name__
             raise UserError(f"the chat template refuses this prompt: {reason}") from None
     if texts[0] != texts[-1]:
         raise UserError(
-            "VERL gives every message the fields of all, null where it has none, and the chat template then "
-            "renders this prompt otherwise; write the fields into the content, or use another template"
+            "VERL gives every message the fields of all messages, null where it lacks one, and these nulls change what "
+            "the chat template makes of this prompt; write the fields into the content, or use another template"
         )
     return texts[0]
 
 
 def date_string(tokenizer, kwargs: Mapping[str, Any]) -> str | None:
-    """What the variable date_string must be for the template to print today's date; None where it does not read it."""
+    """The value of the variable date_string that makes the template print today's date; None if it reads no such variable."""
     if not prints_date(tokenizer, kwargs) or "date_string" not in template_variables(tokenizer):
         return None
     printed: list[str] = []
@@ -234,10 +239,10 @@ def date_string(tokenizer, kwargs: Mapping[str, Any]) -> str | None:
 
 def _apply(tokenizer, messages: Messages, tools: Sequence[Mapping], chat: Chat, prefilled: bool) -> str:
     settings = {**chat.kwargs, **({"tools": list(tools)} if tools else {})}
-    if chat.date is not None:  # a variable of this name stands before transformers' own function, which reads the clock
+    if chat.date is not None:  # used instead of transformers' function of this name, which reads the clock
         settings["strftime_now"] = datetime.datetime.fromisoformat(chat.date).strftime
     attempts = [messages]
-    if any(message["content"] is None for message in messages):  # beside tool calls; some templates want text there
+    if any(message["content"] is None for message in messages):  # beside tool calls; some templates need text
         attempts.append([{**message, "content": message["content"] or ""} for message in messages])
     if any(message["role"] == "system" for message in messages):
         attempts.append(_fold_system(messages))
@@ -247,7 +252,7 @@ def _apply(tokenizer, messages: Messages, tools: Sequence[Mapping], chat: Chat, 
             return tokenizer.apply_chat_template(
                 attempt, tokenize=False, add_generation_prompt=not prefilled, continue_final_message=prefilled, **settings
             )
-        except Exception as error:  # a template is a program of its author's: it can raise anything
+        except Exception as error:  # a template can raise anything
             reasons.append(" ".join(f"{error}".split()) or type(error).__name__)
     roles = ", ".join(message["role"] for message in messages)
     raise UserError(
@@ -257,7 +262,7 @@ def _apply(tokenizer, messages: Messages, tools: Sequence[Mapping], chat: Chat, 
 
 
 def _fold_system(messages: Messages) -> Messages:
-    """Every system message's text, in order, at the head of the first user turn (or as one, if there is none)."""
+    """The messages with all system texts at the beginning of the first user message (or as a user message, without one)."""
     system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
     rest = [dict(message) for message in messages if message["role"] != "system"]
     for message in rest:

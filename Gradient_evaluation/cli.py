@@ -1,8 +1,8 @@
 """The command line: flags that the scripts share, and what a command does with bad input.
 
-A function that meets something the user can mend raises ``UserError`` with one line that names the file, the line or
-flag, and the fix; ``run`` prints it and ends with exit code 2. Anything else that goes wrong is our bug and keeps its
-traceback. Importing this file loads no large library, so a wrong flag is refused at once.
+An error that the user can correct is a ``UserError`` of one line, which names the file, the line or flag, and the fix.
+``run`` prints it and ends with exit code 2. Any other error is a bug of ours and shows its traceback. Importing this file
+loads no large library, so a wrong flag is refused at once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from Gradient_evaluation.settings import DTYPES
 from Gradient_evaluation.utils import REWARDS
 
 LARGEST = 1e30  # of a weight
-OURS = ("Gradient_evaluation", "Policy_Optimization", "data", "plots")  # what fails to import here is our bug
+OURS = ("Gradient_evaluation", "Policy_Optimization", "data", "plots")  # a module of these that cannot be imported is our bug
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser without abbreviations whose errors are one line (argparse also prints the usage)."""
+    """An ArgumentParser that takes no abbreviated flags and prints errors in one line, without argparse's usage."""
 
     def __init__(self, **settings):
         super().__init__(allow_abbrev=False, **settings)
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (see {self.prog} --help)\n")
 
     def given(self) -> list[str]:
-        """The flags that stand on the command line, in the parser's order; what a default decides is not among them."""
+        """The flags that were typed on the command line, in the parser's order, without those that have their defaults."""
         written = {argument.partition("=")[0] for argument in sys.argv[1:]}
         return [action.option_strings[0] for action in self._actions if written & set(action.option_strings)]
 
@@ -44,14 +44,14 @@ def run(main: Callable[[], None]) -> None:
     """Call ``main``; a UserError becomes one line on stderr and exit code 2, Ctrl-C one line and 130."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.excepthook = sys.__excepthook__
-    for stream in (sys.stdout, sys.stderr):  # a file name the terminal cannot show is no reason to fail
+    for stream in (sys.stdout, sys.stderr):  # so that a file name that the terminal cannot show is no error
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     try:
         try:
             main()
         except OSError:
-            _flush_output("\n")  # if printing is what failed, it fails again, with one line
+            _flush_output("\n")  # if it was printing that failed, this raises a UserError
             raise
         _flush_output()
     except UserError as error:
@@ -65,18 +65,18 @@ def run(main: Callable[[], None]) -> None:
 
 
 def _flush_output(more: str = "") -> None:
-    """Write what is printed so far, and ``more``. UserError where that fails: a full disk, or a pipe that nobody reads."""
+    """Write out what was printed so far, and ``more``. Raises UserError if that fails (a full disk, a closed pipe)."""
     try:
         sys.stdout.write(more)
         sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest again when it ends
-        raise UserError(f"what is printed cannot be written ({error.strerror or error}); send it elsewhere") from None
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again when it ends
+        raise UserError(f"standard output cannot be written ({error.strerror or error}); redirect it elsewhere") from None
 
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """While inside, a library that is not installed is a UserError, and Ctrl-C ends this process with one line.
+    """Inside, a library that is not installed is a UserError, and Ctrl-C ends this process with one line.
 
     The libraries take seconds to import. A script reads its flags before them, so that a wrong flag is refused at once.
     """
@@ -100,11 +100,11 @@ def importing() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-MOST_CONTINUATIONS = 10**8  # of one prompt: more than any memory holds, and far below what overflows
+MOST_CONTINUATIONS = 10**8  # of one prompt; more than any memory can hold
 
 
 def integer(minimum: int, maximum: int = 2**63 - 1) -> Callable[[str], int]:
-    """An argparse type: an integer of at least ``minimum`` and at most ``maximum`` (that of 64 bits)."""
+    """An argparse type: an integer from ``minimum`` to ``maximum``, by default the largest of 64 bits."""
 
     def convert(text: str) -> int:
         try:
@@ -138,9 +138,9 @@ def number(low: float, high: float = math.inf, *, low_included: bool) -> Callabl
 
 
 def group_sizes(values: Sequence[str]) -> list[int]:
-    """The flag --K_list, ``4 8 16`` or ``4,8,16`` → sorted distinct group sizes, each at least 2.
+    """The group sizes of --K_list (``4 8 16`` or ``4,8,16``), sorted and each once.
 
-    A group of one has no leave-one-out baseline, so K = 1 is refused by name.
+    Raises UserError for a size below 2: a group of one has no leave-one-out baseline.
     """
     convert = integer(2, MOST_CONTINUATIONS)
     parts = [part for value in values for part in value.replace(",", " ").split()]
@@ -153,8 +153,8 @@ def group_sizes(values: Sequence[str]) -> list[int]:
 
 
 STOP_HELP = (
-    r"end a continuation at any of these strings (\n is a new line); the reward reads what is before; "
-    "a special token such as <|im_end|> ends it as the end of sequence does"
+    r"end a continuation at any of these strings (\n is a new line); the reward reads the text before it; "
+    "a special token such as <|im_end|> acts as an end-of-sequence token"
 )
 REWARD_HELP = (
     "integer: the last number is the answer; last_integer: the last digits, as the paper's scripts read "
@@ -201,15 +201,15 @@ def add_shared_flags(parser: argparse.ArgumentParser) -> None:
         "--max_memory",
         type=number(0, low_included=False),
         metavar="GIB",
-        help="memory the run may take, of the GPU or (on Linux) of the machine; batches shrink to fit",
+        help="memory that the run may use, of the GPU or (on Linux) of the machine; batches shrink to fit",
     )
     run.add_argument(
-        "--skip_long", action="store_true", help="leave out prompts too long for the model's context, instead of refusing them"
+        "--skip_long", action="store_true", help="leave out prompts too long for the model's context, instead of an error"
     )
     run.add_argument(
         "--trust_remote_code",
         action="store_true",
-        help="let a checkpoint run Python code of its own; only for sources you trust",
+        help="run Python code that comes with the checkpoint; only for sources you trust",
     )
     run.add_argument("--overwrite", action="store_true", help="start afresh instead of continuing")
     run.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -224,7 +224,7 @@ def reward_name(text: str) -> str:
 
 
 def _stop_text(text: str) -> str:
-    r"""A stop string as typed in a shell, where \n and \t are easier to write than the characters."""
+    r"""A stop string as it is typed in a shell: \n and \t stand for a new line and a tab."""
     if not text:
         raise argparse.ArgumentTypeError("is empty (an unset variable?): it would end every continuation at once; leave it out")
     return text.replace(r"\n", "\n").replace(r"\t", "\t")

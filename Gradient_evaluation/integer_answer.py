@@ -1,4 +1,4 @@
-"""The integer a continuation ends in, and the integer a data file means by its ground truth."""
+"""The integer answer of a continuation, and the integer ground truth of a data file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from Gradient_evaluation.written_number import (
 )
 
 TAIL = 5 * LONGEST_INTEGER  # characters at the end of a text that are read first
-NEAR = 40  # characters looked back for the bracket that an exponent belongs to
+NEAR = 40  # characters within which a bracket is looked for
 _SUPERSCRIPTS = "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079"
 _FROM_SUPERSCRIPT = str.maketrans(_SUPERSCRIPTS + "\u207a\u207b", "0123456789+-")
 _ATOM = re.compile(
@@ -64,28 +64,34 @@ _DROP_SPACE_AND_CURRENCY = str.maketrans("", "", SPACE + CURRENCY)
 
 
 def parse_integer_answer(text: str) -> int | None:
-    r"""The last number of ``text`` if it is an integer, else None. Linear time, never raises on a str.
+    r"""The last number of ``text`` if it is an integer, else None. Takes linear time, never raises on a str.
 
-    A reply that ends inside an unclosed <think> has no answer; after a </think> only what follows counts.
-    What counts as one number, and as its value:
-    * a decimal: ``3.7`` is no integer (None), ``42.0`` is 42, ``1e5`` is 100000, ``.5`` is one half;
-    * thousands in groups of three, ``1,234`` (also ``1{,}234``, ``1\,234``, ``1'234``, a no-break or thin space,
-      ``1.234.567``, the Arabic marks), or grouped as in India, ``12,34,567``; a decimal mark may follow that is
-      not the thousands mark: ``1.000,00`` is 1000, ``1.234,50`` None;
-    * what has two readings is no answer: ``1.234``, ``2 602`` with a plain space (``1 000`` has one);
-    * commas elsewhere separate numbers, so ``4, 2`` and ``1,23`` end in 23; but ``1,05``, and two digits after a
-      comma beside a currency (``12,50 EUR`` sign), are decimals;
-    * fractions (``6/2`` is 3, ``3/4`` None; also ``\frac``, ``x/4``), mixed numbers and vulgar fractions (None),
-      powers (``2^10``, ``10^{2}``, a superscript, ``10**2``) and powers of ten (``3 x 10^4``): one value;
-    * times (``7:00``), ratios (``3:2``), dates, addresses such as ``192.168.0.1``, roots, multiples of pi: None.
-    No number, so that the one before counts: an exponent of a unit or a variable (``42 ft^2``, ``cm2``),
+    Only the text after the last </think> counts. A reply with a <think> that is never closed has no answer.
+
+    These are one number, with this value:
+    * Decimals: ``3.7`` is no integer (None), ``42.0`` is 42, ``1e5`` is 100000, ``.5`` is one half.
+    * Thousands in groups of three: ``1,234`` (also ``1{,}234``, ``1\,234``, ``1'234``, a no-break or thin space,
+      ``1.234.567``, the Arabic marks). Or in the groups of India: ``12,34,567``. A decimal mark other than the
+      thousands mark may follow: ``1.000,00`` is 1000, ``1.234,50`` is None.
+    * Numbers with two readings are None: ``1.234``, and ``2 602`` with a plain space. ``1 000`` has one reading.
+    * Other commas separate numbers: ``4, 2`` ends in 2, and ``1,23`` in 23. But ``1,05`` is a decimal, and so is
+      ``12,50`` (two digits after the comma) next to a currency sign.
+    * Fractions (``6/2`` is 3, ``3/4`` None; also ``\frac``, ``x/4``), mixed numbers and vulgar fractions (None),
+      powers (``2^10``, ``10^{2}``, a superscript, ``10**2``), numbers times a power of ten (``3 x 10^4``).
+    * None: times (``7:00``), ratios (``3:2``), dates, addresses such as ``192.168.0.1``, roots, multiples of pi.
+
+    These are no numbers, so the number before them counts: the exponent of a unit or a variable (``42 ft^2``, ``cm2``),
     a subscript, the number of an item in a numbered list.
-    A minus is a sign, also before a currency or after one (``-$5``, ``$-5``), unless an operand ends
-    right before it: after a digit, a closing bracket or ``%`` it is an operator (``10-2``, ``10 - 2``
-    end in 2), inside a word a hyphen (``x-7`` ends in 7), with spaces on both sides of it after a
-    word a dash (``answer - 7`` ends in 7, while ``is -7`` and ``= - 7`` end in -7), and with a space after it at the
-    beginning of a later line a bullet. ``*`` is an operator. A trailing dot, ``%``, unit or markdown is ignored. More
-    than LONGEST_INTEGER digits: None.
+
+    A minus is a sign, also before or after a currency sign (``-$5``, ``$-5``). It is no sign
+    * after a digit, a closing bracket or ``%``, where it is an operator: ``10-2`` and ``10 - 2`` end in 2;
+    * inside a word, where it is a hyphen: ``x-7`` ends in 7;
+    * after a word with spaces on both sides, where it is a dash: ``answer - 7`` ends in 7, but ``is -7`` and ``= - 7``
+      end in -7;
+    * at the beginning of a later line with a space after it, where it is a bullet.
+
+    ``*`` is an operator. A dot, ``%``, unit or markdown after the number is ignored. A number of more than
+    LONGEST_INTEGER digits is None.
     """
     reply = final_reply(text)
     value = None if reply is None else _Reader(plain(reply)).last_value()
@@ -95,13 +101,13 @@ def parse_integer_answer(text: str) -> int | None:
 
 
 def final_reply(text: str) -> str | None:
-    """What follows the last </think>, the whole text without one; None where a <think> after it is never closed."""
+    """The text after the last </think>, without one the whole text; None if a <think> in it is never closed."""
     reply = text.rpartition("</think>")[2]
     return None if "<think>" in reply else reply
 
 
 def closing_braces(text: str) -> dict[int, int]:
-    """{index of a "{": index of the "}" that closes it}; escaped braces are none. One pass with a stack."""
+    """{index of a "{": index of the "}" that closes it}; escaped braces do not count. One pass with a stack."""
     closing: dict[int, int] = {}
     opened: list[int] = []
     for match in re.finditer(r"\\[{}]|[{}]", text):
@@ -113,7 +119,7 @@ def closing_braces(text: str) -> dict[int, int]:
 
 
 class _Found(NamedTuple):
-    """Something read: where it ends, its value (None: no integer), and whether it is a number of its own."""
+    """What was read: where it ends, its value (None: not known, no answer), and whether it counts as a number."""
 
     end: int
     value: Fraction | None = None
@@ -129,9 +135,12 @@ class _Reader:
         self.list_numbers = _list_numbers(text)
 
     def last_value(self) -> Fraction | None:
-        """The last value; None without one, or if it is no number that can be read."""
+        """The value of the last number; None without a number, or if the last one has no known value."""
         end = len(self.text)
-        for start in (max(0, end - TAIL), 0):  # the end of a long text is enough, unless no number is in it
+        for start in (
+            max(0, end - TAIL),
+            0,
+        ):  # of a long text the end is read first, and all of it only if the end has no number
             last, position = None, start
             while atom := _ATOM.search(self.text, position):
                 found = self._read(atom)
@@ -148,7 +157,7 @@ class _Reader:
             return self._command(atom)
         if atom["vulgar"]:
             return _Found(atom.end())
-        # An exponent: of a bracket with a number in it, hence a value that is not known here, or of a unit or variable.
+        # An exponent. After a bracket with a number its value is not known here; after a unit or variable it is no number.
         end = atom.end() if atom["superscript"] else self._exponent(atom.start())[1]
         base = self.text[max(0, atom.start() - NEAR) : atom.start()].rstrip(" )]}")
         return _Found(max(end, atom.end()), counts=base[-1:].isdigit())
@@ -178,7 +187,7 @@ class _Reader:
         return _Found(end, None if value is None else sign * value)
 
     def _belongs_to_a_word(self, start: int) -> bool:
-        """Is the number at ``start`` a subscript, a unit's exponent (``cm2``) or the number of a list's item?"""
+        """Whether the number at ``start`` is a subscript, a unit's exponent (``cm2``) or the number of a list item."""
         text = self.text
         if start in self.list_numbers:
             return True
@@ -189,19 +198,19 @@ class _Reader:
 
     def _beside_currency(self, atom: re.Match) -> bool:
         before, after = self.text[max(0, atom.start() - 2) : atom.start()], self.text[atom.end() : atom.end() + 2]
-        signs = CURRENCY[1:]  # a dollar is also LaTeX's: $1,23$ is a list
+        signs = CURRENCY[1:]  # a dollar sign may be LaTeX's: $1,23$ is a list
         return any(c in signs for c in before.strip()[-1:] + after.strip()[:1]) or (
             "$" in before.strip()[-1:] and "$" not in after
         )
 
     def _divides(self, start: int) -> bool:
-        """Is the number the denominator of something that is no number, as in ``x/4`` or ``(1+2)/4``?"""
+        """Whether the number is the denominator of something that is no number, as in ``x/4`` or ``(1+2)/4``."""
         return _NUMERATOR.search(self.text[max(0, start - 3) : start]) is not None
 
     def _powered(self, base: Fraction | None, end: int) -> tuple[Fraction | None, int]:
-        """``base`` to the powers that follow at ``end``, from the right as in a tower, and where they end."""
+        """(``base`` with the exponents that follow at ``end``, their end). 2^3^2 is 2^9: the last exponent binds first."""
         if self.text[end : end + 2] == "**" and "**" in self.text[max(0, end - NEAR) : end]:
-            return base, end  # markdown's bold ends here
+            return base, end  # the end of bold text in markdown
         exponents = []
         while True:
             exponent, after = self._exponent(end)
@@ -218,7 +227,7 @@ class _Reader:
         return power_of(base, exponent), end
 
     def _exponent(self, position: int) -> tuple[Any, int]:
-        """(exponent or None for an unknown one or _ABSENT, its end); the end is ``position`` where there is none."""
+        """(exponent, its end): None for an unknown exponent, _ABSENT without one. The end is ``position`` if none is there."""
         text = self.text
         power = _POWER.match(text, position)
         if power is None:
@@ -242,7 +251,7 @@ class _Reader:
         return _ABSENT, power.end()
 
     def _in_brackets(self, sign: int, value, signed_from: int, powered, end: int) -> tuple[Fraction | None, int]:
-        """(value, end) of ``number^power``, or of ``(-number)^power`` where brackets stand around the number alone."""
+        """(value, end) of ``number^power``, or of ``(-number)^power`` where the brackets enclose the number alone."""
         close = self.text[end : end + 1]
         opens = {")": "(", "}": "{"}.get(close)
         if opens and self.text[signed_from - 1 : signed_from] == opens and powered == value:
@@ -252,7 +261,7 @@ class _Reader:
         return powered, end
 
     def _divided(self, value: Fraction | None, end: int) -> tuple[Fraction | None, int]:
-        """``value`` by the number after a slash, if one follows; two slashes are a date or have no one reading."""
+        """(``value`` divided by the number after a slash, its end). Two slashes give None: a date, or two readings."""
         divisions = 0
         while slash := _SLASH.match(self.text, end):
             number = NUMBER.match(self.text, slash.end())
@@ -266,7 +275,7 @@ class _Reader:
         return (value if divisions < 2 else None), end
 
     def _command(self, match: re.Match, start: int | None = None) -> _Found:
-        r"""``\frac{a}{b}`` of two numbers; other commands (roots, binomials, terms) hold no number of their own."""
+        r"""The value of ``\frac{a}{b}`` with two numbers; None for other commands (roots, binomials) and for terms."""
         start = match.start() if start is None else start
         name, end, arguments = match["command"], match.end(), []
         if name == "\\sqrt" and self.text[end : end + 1] == "[":
@@ -297,7 +306,7 @@ class _Reader:
         return len(self.text) if end < 0 else end
 
     def _sign(self, start: int) -> tuple[int, int]:
-        """(-1 or 1, where the signed number begins) of the number at ``start``. (The rules: parse_integer_answer.)"""
+        """(-1 or 1, where the signed number begins) of the number at ``start``. parse_integer_answer has the rules."""
         text = self.text
         end = _skip_back(text, start)
         if end and text[end - 1] in CURRENCY:
@@ -318,16 +327,16 @@ class _Reader:
         return (1, start) if in_word else (-1, minus)
 
     def _is_bullet(self, line_start: int) -> bool:
-        """Is a "- " at ``line_start`` a list's bullet? Not first in the text, and not where a term is still to come."""
+        """Whether a "- " at ``line_start`` is a bullet: not at the beginning of the text, nor after an operator."""
         above = self.text[max(0, line_start - NEAR) : line_start].rstrip()
         return bool(above) and above[-1] not in "=+*/(<>"
 
 
-_ABSENT = object()  # an exponent that is none: degrees, ordinals
+_ABSENT = object()  # no exponent: degrees, ordinals
 
 
 def _list_numbers(text: str) -> set[int]:
-    """Where the numbers of a numbered list's items stand: 1 not first in the text, or 1 with 2 below it, 2, 3, ..."""
+    """The positions of the item numbers of numbered lists: 1 (not first in the text, or with a 2 below it), then 2, 3, ..."""
     positions: set[int] = set()
     first, expected = None, 1
     for match in _LIST_NUMBER.finditer(text):
@@ -351,7 +360,7 @@ def _skip_back(text: str, end: int) -> int:
 
 
 def check_integer_ground_truth(value: Any) -> int:
-    """The integer a data file means by ``18``, ``18.0``, ``"18"``, ``"1,234"``, ``"-7"`` or ``"... #### 18"``.
+    """The integer of a ground truth: ``18``, ``18.0``, ``"18"``, ``"1,234"``, ``"-7"`` or ``"... #### 18"``.
 
     Raises UserError for anything else: None, True, 3.5, NaN, "n/a", "", "3 or 4", "1.234" (which has two readings),
     more than LONGEST_INTEGER digits.
@@ -380,6 +389,6 @@ def shorten_repr(value: Any) -> str:
     """repr(value), cut to 80 characters, for a message."""
     try:
         shown = repr(value)
-    except ValueError:  # an int of more digits than Python writes
+    except ValueError:  # an int of more digits than Python prints
         return f"of {value.bit_length()} bits"
     return shown if len(shown) <= 80 else f"{shown[:77]}..."

@@ -1,9 +1,9 @@
-"""Math-Verify under a time limit that holds in every thread: one helper process, asked over a pipe.
+"""Math-Verify with a time limit that works in every thread: it runs in a helper process, which is asked over a pipe.
 
-The library limits its time by signal.alarm, which works in a main thread only, while VERL calls rewards
-from worker threads: without the limit, an answer such as 9^{9^{9}} would hang training for good. So the
-library runs in the main thread of a helper process (this file, as a script), which also keeps its memory
-and any crash away from the run. One JSON line each way; the helper ends when its input does.
+The library limits its time by signal.alarm, which works in a main thread only. VERL calls rewards from other threads.
+Without a limit, an answer such as 9^{9^{9}} would stop the training forever. So the library runs in the main thread of
+a helper process (this file, run as a script). A crash or a memory error of the library ends only the helper. Question
+and answer are one line each. The helper ends when its input is closed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import sys
 import threading
 
 START_LIMIT = 120.0  # seconds for the helper to import Math-Verify, on a busy machine
-ANSWER_LIMIT = 60.0  # seconds before a helper stuck beyond the library's own limits is ended
+ANSWER_LIMIT = 60.0  # seconds for an answer, longer than the library's own limits; then the helper is killed
 MEMORY_LIMIT = 4 << 30  # bytes of address space for the helper
 
 
 class MathWorker:
-    """The helper process, started at the first question and again after it died. Safe in threads and forks."""
+    """The helper process. It starts at the first question, and again after it has died. Threads and forks may use it."""
 
     def __init__(self):
         self._reset()
@@ -34,13 +34,13 @@ class MathWorker:
         self._process: subprocess.Popen | None = None
 
     def ask(self, text: str | None, gold: str) -> bool:
-        """Does ``text`` hold an answer equal to ``gold``? Without a text: can ``gold`` be parsed?
+        """Whether ``text`` contains an answer equal to ``gold``; with text None, whether ``gold`` can be parsed.
 
-        Failures and timeouts inside the library count as no. Raises UserError if it cannot be imported.
+        False if the library fails or takes too long. Raises UserError if the library cannot be imported.
         """
         question = (json.dumps([text, gold]) + "\n").encode()
         with self._lock:
-            for _ in range(2):  # a helper that had died while idle is replaced once
+            for _ in range(2):  # if the helper has died while idle, a new one is asked
                 if self._process is None:
                     self._start()
                 try:
@@ -73,7 +73,7 @@ class MathWorker:
             raise UserError("--reward math needs the package math-verify: pip install 'math-verify[antlr4_13_2]'")
 
     def _read_line(self, limit: float) -> bytes | None:
-        """The helper's next line; None if it ended or said nothing for ``limit`` seconds."""
+        """The helper's next line; None if it ended or wrote nothing for ``limit`` seconds."""
         pipe = self._process.stdout
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
@@ -100,10 +100,10 @@ def _serve():
     import signal
     from functools import lru_cache
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's; the helper ends with its input
-    sys.path.pop(0)  # this file's folder: a module beside it must not stand in for a library's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; the helper ends with its input
+    sys.path.pop(0)  # this file's folder: its modules must not hide modules of libraries
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # what a library prints goes to stderr, not among the answers
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
@@ -119,7 +119,7 @@ def _serve():
         try:
             parsed = parse_gold(gold)
             correct = bool(parsed) and (text is None or verify(parsed, parse(text)))
-        except (Exception, TimeoutException):  # the latter is no Exception, and can escape as the alarm fires
+        except (Exception, TimeoutException):  # TimeoutException is no Exception, and the library may not catch it
             correct = False
         answers.write(b"1\n" if correct else b"0\n")
 

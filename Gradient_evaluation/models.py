@@ -1,4 +1,4 @@
-"""Loading a causal language model and its tokenizer the way both scripts need it: device, dtype, no surprises."""
+"""Loading a causal language model and its tokenizer: device, dtype, and the checks that both scripts need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from Gradient_evaluation.settings import DTYPES
 
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*vocab*.json", "*.tiktoken", "tekken.json", "*.py")
 TRAINABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# What the formats of quantised checkpoints call the numbers beside a layer's weights.
+# Names of what quantised checkpoints store beside a layer's weights: scales, zero points, tables of indices.
 SCALES = re.compile(
     r"(^|[._])((weight|input|output|activation|[qkv])_scale(_inv|_2)?|scale_inv|scales|qweight|qzeros|g_idx|"
     r"absmax|quant_map|quant_state\b.*|SCB|weight_packed|weight_shape|(weight|input)_zero_point)$"
@@ -33,10 +33,11 @@ NOT_THE_MODEL = ("transformers_version", "dtype", "torch_dtype", "architectures"
 
 
 def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
-    """``auto`` is CUDA where there is one, else the CPU; any other name as torch reads it. A CUDA device has its index.
+    """The device of this name. ``auto`` is CUDA if torch sees a GPU, else the CPU. A CUDA device has its index.
 
-    local_rank: which of several processes on this machine this is. Each takes the GPU of that number, or the only one
-    it sees, where every process was given one of its own (CUDA_VISIBLE_DEVICES per task, a MIG slice).
+    local_rank: the number of this process among those on this machine; None for a single process. The process takes the
+    GPU of that number. If it sees only one GPU (CUDA_VISIBLE_DEVICES for each task, a MIG slice), it takes that one.
+    Raises UserError for a device that torch does not know or does not see.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,17 +64,17 @@ def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
 
 
 def device_line(device: torch.device, dtype: torch.dtype) -> str:
-    """What --device auto came to: ``device: NVIDIA H200 (cuda:0), bfloat16``, or the CPU with the reason."""
+    """Device and dtype in one line, ``device: NVIDIA H200 (cuda:0), bfloat16``; for the CPU with the reason."""
     if device.type == "cuda":
         name = f"{torch.cuda.get_device_name(device)} ({device})"
     else:
         has_cuda = torch.version.cuda or torch.version.hip
-        name = f"{device} ({'torch sees no GPU' if has_cuda else 'this build of torch knows no GPU'})"
+        name = f"{device} ({'torch sees no GPU' if has_cuda else 'this build of torch is without CUDA'})"
     return f"device: {name}, {str(dtype).split('.')[-1]}"
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 on CUDA and float32 elsewhere."""
+    """The dtype of this name (``DTYPES``). ``auto`` is bfloat16 on CUDA and float32 elsewhere."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, DTYPES[name])
@@ -85,10 +86,10 @@ def model_label(model: str) -> str:
 
 
 def load_tokenizer(model: str, revision: str | None, trust_remote_code: bool = False):
-    """The tokenizer of a local folder or hub id; raises UserError in one line when there is none."""
+    """The tokenizer of a local folder or hub id. Raises UserError if there is none or it cannot be loaded."""
     _refuse_missing_folder(model)
     source = model
-    if is_adapter(model) and not list(Path(model).glob("tokenizer*")):  # its tokenizer is its base model's
+    if is_adapter(model) and not list(Path(model).glob("tokenizer*")):  # its base model has one
         source, revision = base_of(model)
     if Path(source).is_dir() and not any(next(Path(source).glob(name), None) for name in TOKENIZER_FILES):
         raise UserError(f"--model {model}: has no tokenizer file (tokenizer.json or the like); save the tokenizer there")
@@ -96,14 +97,14 @@ def load_tokenizer(model: str, revision: str | None, trust_remote_code: bool = F
         try:
             _say_that_the_hub_is_asked(source, revision)
             return AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-        except Exception as error:  # a damaged file raises whatever its reader happens to
+        except Exception as error:  # readers of damaged files raise errors of many types
             raise UserError(f"--model {model}: cannot load its tokenizer ({_reason(error)})") from None
 
 
 def model_limits(model: str, revision: str | None, trust_remote_code: bool = False) -> tuple[int | None, ...]:
-    """(positions, vocabulary, ``rope_length``) of the model, from its config alone; None where it names none.
+    """(longest sequence, vocabulary size, ``rope_length``) of the model, read from its config; None for what it lacks.
 
-    Raises UserError if it has no config, or one of an encoder-decoder.
+    Raises UserError if the config cannot be read, or is that of an encoder-decoder.
     """
     _refuse_missing_folder(model)
     source, revision = base_of(model) if is_adapter(model) else (model, revision)
@@ -113,17 +114,17 @@ def model_limits(model: str, revision: str | None, trust_remote_code: bool = Fal
         except Exception as error:
             raise UserError(f"--model {model}: cannot read its config ({_reason(error)})") from None
     if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"--model {model}: an encoder-decoder; give a causal language model")
+        raise UserError(f"--model {model}: is an encoder-decoder; give a causal language model")
     text = config.get_text_config(decoder=True)
     return getattr(text, "max_position_embeddings", None), getattr(text, "vocab_size", None), rope_length(config)
 
 
 def load_model(model: str, revision: str | None, device: torch.device, dtype: torch.dtype, trust_remote_code: bool = False):
-    """The causal language model in eval mode on its device; raises UserError in one line when it cannot load.
+    """The causal language model in eval mode on its device. Raises UserError, one line, if it cannot be loaded.
 
-    A folder with a PEFT adapter gives its base model with the adapter in place, requiring grad what PEFT trains.
-    Pickled weights are never read where there are safetensors, and never with code in them; a model that has nothing
-    else is loaded with a warning. trust_remote_code: let the checkpoint bring Python code of its own, which will run.
+    A folder with a PEFT adapter gives the base model with the adapter in its layers. The parameters that PEFT trains
+    require grad. Pickled weights are read only where there are no safetensors (``warn_of_risks`` warns of it), and code
+    inside them is never run. trust_remote_code: allow Python code that comes with the checkpoint; it is run here.
     """
     _refuse_missing_folder(model)
     if not sys.stderr.isatty():
@@ -131,16 +132,16 @@ def load_model(model: str, revision: str | None, device: torch.device, dtype: to
     source, revision = base_of(model) if is_adapter(model) else (model, revision)
     settings = {"revision": revision, "dtype": dtype, "trust_remote_code": trust_remote_code}
     if device.type == "cuda" and importlib.util.find_spec("accelerate"):
-        settings["device_map"] = {"": device}  # weights go straight to the GPU; otherwise the machine holds them all first
+        settings["device_map"] = {"": device}  # weights go straight to the GPU, not through the machine's memory
     if Path(source).is_dir():
         settings["use_safetensors"] = _has_safetensors(Path(source))
     try:
         with quiet_libraries():
             loaded, info = AutoModelForCausalLM.from_pretrained(source, weights_only=True, output_loading_info=True, **settings)
         if getattr(loaded, "_hf_peft_config_loaded", False):
-            raise UserError(f"--model {model}: an adapter on the hub; download it and give its folder")
+            raise UserError(f"--model {model}: is an adapter on the hub; download it and give its folder")
         _check_complete(source, info, loaded)
-        loaded = loaded.to(device)  # on a GPU it is there already
+        loaded = loaded.to(device)  # with a device_map it is there already
         if is_adapter(model):
             loaded = load_adapter(model, loaded, device)
         _check_trainable(model, loaded)
@@ -150,24 +151,25 @@ def load_model(model: str, revision: str | None, device: torch.device, dtype: to
     except Exception as error:
         if is_out_of_memory(error):
             raise UserError(
-                f"--model {model}: does not fit into memory; take a larger device, a smaller model, or --dtype bfloat16"
+                f"--model {model}: does not fit into memory; use a larger device, a smaller model, or --dtype bfloat16"
             ) from None
         raise UserError(f"--model {model}: cannot load it ({_reason(error)})") from None
     return loaded
 
 
 def _check_complete(model: str, info: dict, loaded) -> None:
-    """transformers fills what a checkpoint lacks with random numbers and drops what it does not know.
+    """Raise UserError for missing weights, and for unused weights without which it is another model.
 
-    Refuses both where it makes another model of it: weights that are lacking, and weights that belong to a layer the
-    model has (the scales of quantised weights, a bias the config denies). Says what else is left unused.
+    transformers fills missing weights with random numbers, and ignores weights that the model has no parameter for. If
+    these belong to a layer of the model (scales of quantised weights, a bias that the config turns off), the model
+    computes something else without them. For other unused weights there is a warning.
     """
     unused = sorted(map(str, info.get("unexpected_keys") or ()))
     if scales := [name for name in unused if SCALES.search(name)]:
         raise UserError(
-            f"--model {model}: the checkpoint is quantised, and {len(scales)} of its scales have no place in the "
-            f"model (such as {scales[0]}), so its weights would be wrong; give the checkpoint with its "
-            "quantization_config, or one that is not quantised"
+            f"--model {model}: the checkpoint is quantised, and {len(scales)} of its scales would be ignored (such as "
+            f"{scales[0]}), so its weights would be wrong; give the checkpoint with its quantization_config, or one "
+            "that is not quantised"
         )
     for kind, names in (("lacks", info.get("missing_keys")), ("has another shape for", info.get("mismatched_keys"))):
         if names:
@@ -179,19 +181,19 @@ def _check_complete(model: str, info: dict, loaded) -> None:
     layers = {name for name, module in loaded.named_modules() if next(module.parameters(recurse=False), None) is not None}
     if dropped := [name for name in unused if name.rpartition(".")[0] in layers]:
         raise UserError(
-            f"--model {model}: the checkpoint holds {len(dropped)} weights of layers of the model that the model "
-            f"does not use (such as {dropped[0]}), so it would compute something else; correct its config.json"
+            f"--model {model}: {len(dropped)} weights of the checkpoint would be ignored, although they belong to layers "
+            f"of the model (such as {dropped[0]}), so it would compute something else; correct its config.json"
         )
     if unused:
         print(
-            f"warning: {model}: {len(unused)} weights of the checkpoint have no place in the model (such as "
-            f"{unused[0]}); is its config the right one?",
+            f"warning: {model}: {len(unused)} weights of the checkpoint are not used (such as {unused[0]}); check that "
+            "its config.json is the right one",
             file=sys.stderr,
         )
 
 
 def _check_trainable(model: str, loaded) -> None:
-    """Weights that are kept as integers or in 8 bits have no gradient; under an adapter they need none."""
+    """Raise UserError for weights in integers or 8 bits, which have no gradient. An adapter's base model may have them."""
     narrow = [(name, p) for name, p in loaded.named_parameters() if p.dtype not in TRAINABLE]
     if narrow and not is_adapter(model):
         name, p = narrow[0]
@@ -203,7 +205,7 @@ def _check_trainable(model: str, loaded) -> None:
 
 @torch.no_grad()
 def _check_causal(model: str, loaded) -> None:
-    """What comes later must not change the logits before: refuse a bidirectional model."""
+    """Raise UserError for a bidirectional model, in which a later token changes the logits of earlier positions."""
     last = min(7, loaded.get_input_embeddings().weight.shape[0] - 1)
     ids = torch.tensor([[1, 2, 3, 1, 2, last], [1, 2, 3, 1, 2, 0]], device=loaded.device)
     with quiet_libraries():
@@ -211,13 +213,13 @@ def _check_causal(model: str, loaded) -> None:
     one, other = logits[:, :-1].double()
     if (one - other).abs().max() > max(1e-4, 8 * torch.finfo(logits.dtype).eps) * one.abs().max():
         raise UserError(
-            f"--model {model}: a later token changes what comes before it, so this is not a causal language model; give one"
+            f"--model {model}: a later token changes the logits before it, so this is not a causal language model; give one"
         )
 
 
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Keep transformers' and the hub's own reports and retries off stderr; what matters of them we say ourselves."""
+    """Inside, transformers and the hub print no reports and retries; our own messages say what matters."""
     hub, level = python_logging.getLogger("huggingface_hub"), logging.get_verbosity()
     before = hub.level
     logging.set_verbosity_error()
@@ -240,7 +242,7 @@ def warn_of_risks(model: str, trust_remote_code: bool) -> None:
         and list(Path(model).glob("pytorch_model*.bin"))
     ):
         print(
-            f"warning: {model}: has pickled weights only (.bin), no safetensors; loading tensors from them, code in "
+            f"warning: {model}: has only pickled weights (.bin), no safetensors; tensors are loaded from them, code in "
             "them is refused",
             file=sys.stderr,
         )
@@ -251,10 +253,10 @@ def _has_safetensors(folder: Path) -> bool:
 
 
 def fingerprint(model) -> str:
-    """A short hash of the model: the same on every machine and device, another for another checkpoint or config.
+    """A short hash of the model: the same on every machine and device, different for another checkpoint or config.
 
-    Reads the config's differences from its defaults, and the names, the shapes and 16 values of every parameter,
-    rounded to bfloat16 so that loading the same checkpoint in another dtype changes nothing.
+    It covers the config entries that differ from their defaults, and the name, the shape and 16 values of every
+    parameter. The values are rounded to bfloat16, so the dtype in which a checkpoint is loaded changes nothing.
     """
     config = {
         name: value
@@ -270,9 +272,10 @@ def fingerprint(model) -> str:
 
 
 def weights_digest(model: str, revision: str | None = None) -> str:
-    """A short hash of a local folder's weight and config files, from their names, sizes and samples of their bytes, an
-    adapter's with its base model's; the commit of a hub id, "" where it is not known. Takes no more than a moment: it
-    tells whether the weights are still those of a finished run.
+    """A short hash that tells whether the weights are still those of a finished run. It takes only a moment.
+
+    For a local folder it covers the names, the sizes and samples of the bytes of the weight and config files; for an
+    adapter also those of its base model. For a hub id it is the commit in the local cache, "" if there is none.
     """
     if not Path(model).is_dir():
         cached = try_to_load_from_cache(model, "config.json", revision=revision)
@@ -294,9 +297,9 @@ def weights_digest(model: str, revision: str | None = None) -> str:
 
 
 def rope_length(config) -> int | None:
-    """Up to how many tokens the model's RoPE keeps its first factors; None where they depend on no length.
+    """The longest sequence, in tokens, that RoPE rotates by its short factors; None if there is one set of factors.
 
-    LongRoPE rotates a whole sequence with other factors as soon as it is longer than the original context.
+    LongRoPE rotates a whole sequence by its long factors as soon as it is longer than the original context.
     """
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     by_layer = [each for each in rope.values() if isinstance(each, dict)] or [rope]
@@ -305,9 +308,10 @@ def rope_length(config) -> int | None:
 
 
 def crosses_rope_length(length: int | None, prompt_length: int, max_new_tokens: int) -> bool:
-    """Whether a continuation may begin under one RoPE factor and be scored under another. length: see ``rope_length``.
+    """Whether a continuation may begin with the short RoPE factors and be scored with the long ones.
 
-    The last token is never read. A prompt beyond the length is decoded and scored with the long factors throughout.
+    length: ``rope_length``. The last token is never an input, so it does not count. A prompt that is longer than the
+    length is sampled and scored with the long factors alone.
     """
     return length is not None and prompt_length <= length < prompt_length + max_new_tokens - 1
 
@@ -316,13 +320,13 @@ def check_prompt_length(context: int | None, prompt_ids: list[int], max_new_toke
     """Raise UserError when prompt and continuation do not fit the model's context."""
     if context is not None and len(prompt_ids) + max_new_tokens > context:
         raise UserError(
-            f"the prompt has {len(prompt_ids)} tokens and --max_new_tokens is {max_new_tokens}, more than "
-            f"the model's context of {context}; shorten it, lower --max_new_tokens, or pass --skip_long"
+            f"the prompt has {len(prompt_ids)} tokens and --max_new_tokens is {max_new_tokens}, together "
+            f"more than the model's context of {context}; shorten the prompt, lower --max_new_tokens, or pass --skip_long"
         )
 
 
 def _refuse_missing_folder(model: str) -> None:
-    # A path that does not exist would be asked of the hub, whose answer says nothing about the folder.
+    # transformers would look for the missing folder on the hub, and the error would not say that there is no folder.
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
     if looks_local and not Path(model).is_dir():
         raise UserError(f"--model {model}: there is no such folder")
@@ -331,8 +335,8 @@ def _refuse_missing_folder(model: str) -> None:
 def _say_that_the_hub_is_asked(model: str, revision: str | None) -> None:
     if not Path(model).is_dir() and not isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str):
         print(
-            f"{model}: no folder here and not downloaded before, asking the Hugging Face hub (about a minute to give up "
-            "without a network)",
+            f"{model}: no folder here and not downloaded before; asking the Hugging Face hub (without a network this fails "
+            "after about a minute)",
             file=sys.stderr,
         )
 
@@ -340,10 +344,10 @@ def _say_that_the_hub_is_asked(model: str, revision: str | None) -> None:
 def _reason(error: Exception) -> str:
     text = str(error).strip()
     if "trust_remote_code" in text:
-        return "it brings Python code of its own; if you trust its source, pass --trust_remote_code"
+        return "it comes with Python code of its own; if you trust its source, pass --trust_remote_code"
     if "ignore_mismatched_sizes" in text:
         return "the checkpoint has another shape for some weights than its config asks for"
     if "huggingface.co" in text:
-        return "no local folder of this name, and the hub has or gives no such model; check the spelling and the network"
+        return "no local folder of this name, and the hub did not give such a model; check the spelling and the network"
     line = text.splitlines()[0] if text else ""
     return line if isinstance(error, (OSError, ValueError)) and line else f"{type(error).__name__}: {line}"

@@ -1,12 +1,12 @@
-r"""Prompts and rewards: what both evaluation scripts, the training workers and the plots agree on.
+r"""Prompts and rewards, for both evaluation scripts, the training workers and the plots.
 
     format_prompt(tokenizer, prompt)          -> token ids, exactly one BOS where the tokenizer uses one
     integer_reward(text, ground_truth)        -> 1.0 or 0.0: is the last number of the text the integer?
     last_integer_reward(text, ground_truth)   -> the same by the rule of the paper's released scripts
     math_reward(text, ground_truth)           -> 1.0 or 0.0: does Math-Verify find the answer equal?
-    REWARDS["integer"].check(ground_truth)    -> the answer a reward compares with, or UserError
+    REWARDS["integer"].check(ground_truth)    -> the answer that the reward compares with, or UserError
 
-Importing this file loads neither torch nor transformers, so that training workers can afford it.
+Importing this file loads neither torch nor transformers, so a training worker imports it fast.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ from Gradient_evaluation.math_worker import MATH_WORKER
 
 
 def normalise_prompt(prompt: Any) -> str | Messages:
-    """The two forms a prompt can have: a non-blank string, or a list of messages {"role": str, "content": str, ...}.
+    """The prompt as a string that is not blank, or as a list of messages {"role": str, "content": str, ...}.
 
-    Messages may come as any sequence of mappings (parquet gives NumPy arrays) and their content as
-    OpenAI text parts, ``[{"type": "text", "text": "Hi"}]``, which are joined. Other fields that are not null
-    (name, tool_calls, tool_call_id, reasoning_content, ...) are kept for the chat template; beside tool_calls
-    the content may be null. Raises UserError: not one of these, a message without role or content, or nothing
-    but white space.
+    Messages may be any sequence of mappings (parquet gives NumPy arrays). Their content may be a list of OpenAI text
+    parts, ``[{"type": "text", "text": "Hi"}]``, which are joined. The chat template also gets the other fields that are
+    not null (name, tool_calls, tool_call_id, reasoning_content, ...). Beside tool_calls the content may be null.
+    Raises UserError for anything else, for a message without role or content, and for a prompt of white space only.
 
     >>> normalise_prompt(({"role": "user", "content": [{"type": "text", "text": "Hi"}], "name": None},))
     [{'role': 'user', 'content': 'Hi'}]
@@ -67,7 +66,7 @@ def _normalise_message(message: Any) -> dict[str, Any]:
         raise UserError(f"the prompt holds {_name(message)} where a message with role and content is expected")
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role.strip():
-        raise UserError('the prompt holds a message without a role, such as "user"')
+        raise UserError('the prompt holds a message without a role; give it one, such as "user"')
     fields = plain_fields(message)
     if isinstance(content, str):
         return {"role": str(role), "content": str(content), **fields}
@@ -82,18 +81,17 @@ def _normalise_message(message: Any) -> dict[str, Any]:
 
 
 def format_prompt(tokenizer, prompt: Any, tools: Sequence[Mapping] = (), chat: Chat = PLAIN) -> list[int]:
-    """Token ids the model is to continue.
+    """The token ids that the model is to continue.
 
-    tokenizer: a transformers tokenizer. prompt: anything ``normalise_prompt`` takes. tools: function schemas.
-    chat: what the template is given beside them.
+    tokenizer: a transformers tokenizer. prompt: anything that ``normalise_prompt`` takes. tools: function schemas.
+    chat: what else the template is given.
 
-    * Messages go through the tokenizer's chat template, as ``chat_template.render`` says.
-    * A string is taken raw: no template, no white space added or removed.
-    * Whatever the tokenizer itself puts before a text (a BOS, for most that put anything) stands there
-      exactly once, whether the template renders it too or not. What it puts after a text (an EOS) is
-      never added.
+    * Messages become text by the tokenizer's chat template (``chat_template.render``).
+    * A string is used as it is: no template, no white space added or removed.
+    * The tokens that the tokenizer puts before every text (a BOS, or none) are there exactly once, also if the template
+      writes them too. The tokens that it puts after a text (an EOS) are never added.
 
-    Raises UserError with one line for a malformed prompt, a template that refuses it, or no tokens at all.
+    Raises UserError for a malformed prompt, for one that the template refuses, and for one without tokens.
     """
     prompt = normalise_prompt(prompt)
     if isinstance(prompt, str) and tools:
@@ -113,7 +111,8 @@ def format_prompt(tokenizer, prompt: Any, tools: Sequence[Mapping] = (), chat: C
 def _tokenizer_prefix(tokenizer) -> list[int]:
     """The special tokens this tokenizer puts before any text: [bos] for Llama, [] for Qwen and GPT-2.
 
-    Found by comparing, because neither add_bos_token nor bos_token_id says what a post-processor does.
+    They are found by encoding a text with and without special tokens: neither add_bos_token nor bos_token_id says what
+    a post-processor adds.
     """
     plain = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     special = list(tokenizer("a", add_special_tokens=True)["input_ids"])
@@ -127,7 +126,9 @@ def _tokenizer_prefix(tokenizer) -> list[int]:
 
 
 def integer_reward(text: str, ground_truth: Any) -> float:
-    """1.0 if the last number of ``text`` is the integer ``ground_truth``, else 0.0; UserError if that is none.
+    """1.0 if the last number of ``text`` is the integer ``ground_truth``, else 0.0.
+
+    Raises UserError if the ground truth is no integer.
 
     >>> integer_reward("12 + 7 = 19.", 19), integer_reward("19, because 12 + 7", 19)
     (1.0, 0.0)
@@ -144,8 +145,8 @@ def parse_last_integer(text: str) -> int | None:
 def last_integer_reward(text: str, ground_truth: Any) -> float:
     r"""1.0 if the last match of ``-?\d+`` in ``text`` is the integer ``ground_truth``, else 0.0.
 
-    This is the rule of the paper's released scripts, for comparisons with their numbers. It reads the tail of a decimal
-    as an answer, and an operator as a sign. Raises UserError as integer_reward does.
+    This is the rule of the paper's released scripts, for comparisons with their numbers. It reads the digits behind a
+    decimal point as an answer, and a minus operator as a sign. Raises UserError as integer_reward does.
 
     >>> last_integer_reward("12 + 7 = 19", 19), last_integer_reward("3.50", 50), last_integer_reward("9-2", -2)
     (1.0, 1.0, 1.0)
@@ -154,10 +155,10 @@ def last_integer_reward(text: str, ground_truth: Any) -> float:
 
 
 def check_math_ground_truth(value: Any) -> str:
-    r"""The LaTeX of the answer in ``value``, once Math-Verify has parsed it.
+    r"""The answer in ``value`` as LaTeX that Math-Verify can parse.
 
-    A number, an answer (``72``, ``\frac{1}{2}``, ``$\sqrt{2}$``), a GSM8K solution (what follows the
-    last ``####``) or a MATH solution (its last balanced ``\boxed{}``).
+    value: a number, an answer (``72``, ``\frac{1}{2}``, ``$\sqrt{2}$``), a GSM8K solution (the answer follows the last
+    ``####``) or a MATH solution (the answer is in the last ``\boxed{}`` whose braces balance).
     Raises UserError for None, a bool, NaN, text such as "n/a", or what Math-Verify cannot parse.
     """
     usable = isinstance(value, (str, numbers.Real, decimal.Decimal)) and not isinstance(value, bool)
@@ -184,7 +185,7 @@ def _checked_math_answer(solution: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}`` (or ``\fbox{...}``) whose braces balance; None without one.
+    r"""The content of the last ``\boxed{...}`` (or ``\fbox{...}``) whose braces balance; None without one.
 
     >>> last_boxed(r"so \boxed{\frac{1}{2}}, not \boxed{2")
     '\\frac{1}{2}'
@@ -199,12 +200,14 @@ def last_boxed(text: str) -> str | None:
 def math_reward(text: str, ground_truth: Any) -> float:
     r"""1.0 if Math-Verify extracts from ``text`` an answer equal to ``ground_truth``, else 0.0.
 
-    A reply that ends inside an unclosed <think> has no answer; after a </think> only what follows counts. Of
-    several boxes the last one counts. Extraction and comparison are the library's own (its limits are documented
-    there), but for three forms it does not know: a Unicode minus is "-", a mixed number such as ``2 2/3`` is one
-    value, and a per cent sign in the box is ignored where the ground truth has none. A text on which the library
-    fails, or takes longer than its time limit, gets 0.0. Works in any thread: see math_worker.py. Raises UserError
-    as check_math_ground_truth does.
+    * Only the text after the last </think> counts. A reply with a <think> that is never closed has no answer.
+    * Of several boxes the last one counts.
+    * The library extracts and compares; its documentation has its limits. Three forms that it does not know are handled
+      here: a Unicode minus is "-", a mixed number such as ``2 2/3`` is one value, and a per cent sign in the box is ignored
+      if the ground truth has none.
+    * A text on which the library fails, or exceeds its time limit, gets 0.0.
+
+    Works in any thread (math_worker.py). Raises UserError as check_math_ground_truth does.
 
     >>> math_reward(r"so the answer is \boxed{\frac{2}{4}}.", "0.5")
     1.0
@@ -228,7 +231,7 @@ _MIXED = re.compile(r"(?<![\w.,/^}])(\d{1,50})(?: |\u00a0|\\ |~)(\d{1,50})/(\d{1
 
 
 def _mixed_as_fractions(text: str) -> str:
-    """``2 2/3`` and its kin as 8/3, which Math-Verify reads as one number in plain text and between dollars alike.
+    """The text with mixed numbers (``2 2/3``) as fractions (8/3), which Math-Verify reads as one number everywhere.
 
     >>> _mixed_as_fractions("so -2 2/3 and 5\u00bd")
     'so -8/3 and 11/2'
@@ -247,9 +250,10 @@ def _mixed_as_fractions(text: str) -> str:
 
 
 class Reward(NamedTuple):
-    """``check`` raises UserError on a ground truth ``score`` could not use; call it before sampling.
+    """A reward, and the check of its ground truths.
 
-    score(text, ground_truth): any finite number. zero_one: it is always 0 or 1, the share of right answers is then V(x).
+    check(ground_truth): raises UserError for a ground truth that ``score`` cannot use; call it before sampling.
+    score(text, ground_truth): any finite number. zero_one: the score is always 0 or 1, so V(x) is the share of right answers.
     """
 
     check: Callable[[Any], Any]

@@ -1,4 +1,4 @@
-"""A number as it is written: digits with thousands and decimal marks, an exponent, powers; and its value."""
+"""Written numbers and their values: digits with thousands and decimal marks, exponents, powers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fractions import Fraction
 from typing import NamedTuple
 
 LONGEST_INTEGER = 4000  # digits; Python refuses int() beyond 4300
-# One number, or several with a mark between; every repetition begins with a fixed character, so a match never
-# backtracks by more than one step and a scan of any text is linear.
+# One number, or several with marks between them. Every repetition begins with a fixed character, so a match backtracks
+# by at most one step, and a scan of any text takes linear time.
 NUMBER = re.compile(
     r"(?P<point>(?<![\w.)\]])\.)?"
     r"(?P<digits>\d+(?:(?:[.,'\u066b\u066c\u00a0]|[ _](?=\d{3}(?!\d)))\d+)*)(?:[eE](?P<exponent>[+-]?\d+))?"
 )
 _MARK = re.compile(r"([.,' _\u066b\u066c\u00a0])")
-_MINUS = "-\u2212\u2013\u2010\u2011\ufe63\uff0d"  # hyphen, minus, en dash, hyphens of typesetters; no em dash
+_MINUS = "-\u2212\u2013\u2010\u2011\ufe63\uff0d"  # hyphens, minus, en dash; not the em dash
 CURRENCY = "$\u20ac\u00a3\u00a5\u20b9\u20a9\u20bd"
 SPACE = " \t\u00a0"
 _PLAIN = str.maketrans(_MINUS, "-" * len(_MINUS)) | str.maketrans(
@@ -26,7 +26,7 @@ _LATEX_SPACE = re.compile(r"(?<=\d)(?:\\[,;: ]|~)(?=\d)")
 
 
 def plain(text: str) -> str:
-    """``text`` with ASCII digits, one sort of minus, slash and thin space, and without LaTeX's spacing."""
+    """``text`` with ASCII digits, one character each for minus, slash and thin space, and without LaTeX's spacing."""
     if not text.isascii():
         digits = {ord(c): str(unicodedata.decimal(c)) for c in set(text) if c.isdecimal() and not c.isascii()}
         text = text.translate(_PLAIN | digits)
@@ -36,7 +36,7 @@ def plain(text: str) -> str:
 
 
 class Digits(NamedTuple):
-    """A number as written: digits before and after the decimal mark (None: not readable), and where it begins."""
+    """The digits of one number before and after the decimal mark (None: not readable), and its offset in the match."""
 
     whole: str | None
     fraction: str = ""
@@ -44,9 +44,10 @@ class Digits(NamedTuple):
 
 
 def one_number(cluster: str, price: bool = False, before: str = "") -> Digits:
-    """What digits with marks between them are: one number, the last of a list, or nothing with one reading.
+    """The number that ``cluster`` ends in. It has digits with marks between them: one number, or a list of several.
 
-    price: a currency stands beside it; before: the two characters before it.
+    ``whole`` is None where there are two readings. price: a currency sign is next to the cluster. before: the two
+    characters before it.
     """
     parts = _MARK.split(cluster)
     groups, marks = parts[::2], [("'" if mark in "_\u066c" else mark) for mark in parts[1::2]]
@@ -70,12 +71,12 @@ def one_number(cluster: str, price: bool = False, before: str = "") -> Digits:
         return Digits(None)
     tail = one_number(cluster[offset:])
     if tail.whole and tail.whole[0] == "0" and len(tail.whole) > 1:
-        return Digits(None)  # a list holds 5, not 05
+        return Digits(None)  # in a list one writes 5, not 05
     return tail._replace(offset=offset)
 
 
 def _grouped(groups: list[str], mark: str) -> bool:
-    """Are these groups of three digits, or with commas India's: two and two, then three?"""
+    """Whether these are groups of three digits, or with commas those of India: groups of two, then one of three."""
     first, *rest = groups
     if mark == "\u066b" or first[0] == "0" or len(first) > 3:
         return False
@@ -86,7 +87,10 @@ def _grouped(groups: list[str], mark: str) -> bool:
 
 
 def value_of(read: Digits, point: str | None, exponent: str | None) -> Fraction | None:
-    """The number times ten to ``exponent``; None if it cannot be read, is too long or no integer by its exponent."""
+    """The number times ten to the power ``exponent``. None if it cannot be read or has too many digits.
+
+    point: a decimal point before the first digit, as in ``.5``.
+    """
     if read.whole is None:
         return None
     whole, fraction = ("", read.whole) if point else (read.whole, read.fraction)
@@ -105,13 +109,13 @@ def value_of(read: Digits, point: str | None, exponent: str | None) -> Fraction 
 
 
 def one_value(number: re.Match) -> Fraction | None:
-    """The value of a match of NUMBER that is one number, not a list of several."""
+    """The value of a match of NUMBER; None if it is a list of several numbers."""
     read = one_number(number["digits"])
     return None if read.offset else value_of(read, number["point"], number["exponent"])
 
 
 def power_of(base: Fraction | None, exponent: Fraction | None) -> Fraction | None:
-    """``base`` to ``exponent``, or None: not known, no integer exponent, or a result of too many digits."""
+    """``base`` to the power ``exponent``. None if one is not known, for a fraction as exponent, and for too many digits."""
     if base is None or exponent is None or exponent.denominator != 1:
         return None
     power = exponent.numerator
@@ -123,17 +127,18 @@ def power_of(base: Fraction | None, exponent: Fraction | None) -> Fraction | Non
 
 
 def is_long(value: Fraction) -> bool:
+    """Whether the value has more than LONGEST_INTEGER digits."""
     return abs(value) >= 10**LONGEST_INTEGER
 
 
 def small_integer(text: str) -> Fraction | None:
-    """``text``, a sign and at most nine digits between spaces, as a number; None for anything else."""
+    """The value of ``text``: a sign and at most nine digits, with spaces around them. None for anything else."""
     match = re.fullmatch(r"\s{0,9}([-+]?)\s{0,9}(\d{1,9})\s{0,9}", text[:60])
     return Fraction(int(match[1] + match[2])) if match and len(text) <= 60 else None
 
 
 def signed_number(text: str) -> Fraction | None:
-    """``text`` as one number with at most a sign before it; None for anything else."""
+    """The value of ``text``: one number with at most one sign before it. None for anything else."""
     text = text.strip(SPACE)
     number = NUMBER.fullmatch(text.lstrip("+-").lstrip(SPACE)) if len(text) <= 2 * LONGEST_INTEGER else None
     if number is None or text[1:2] in tuple("+-"):

@@ -38,7 +38,7 @@ from Policy_Optimization.run_folder import (
     start_attempt,
     wandb_mode,
 )
-from Policy_Optimization.settings import Settings, read_settings
+from Policy_Optimization.settings import Settings, as_typed, read_settings
 
 
 def check_settings(settings: Settings, environment: Mapping[str, str]) -> list[str]:
@@ -72,8 +72,7 @@ def check_data(cfg: Any, settings: Settings) -> list[str]:
     """Check the files that VERL would read: schema, answers, lengths, and whether they have enough prompts for a step."""
     from omegaconf import OmegaConf
 
-    notes = []
-    tokenizer = None
+    notes, tokenizer = [], None
     kwargs = OmegaConf.to_container(cfg.data.apply_chat_template_kwargs, resolve=True)
     if Path(settings.model).is_dir():
         tokenizer = load_chat_tokenizer(settings.model)
@@ -81,22 +80,21 @@ def check_data(cfg: Any, settings: Settings) -> list[str]:
         if prints_date(tokenizer, kwargs):
             notes.append("the chat template prints today's date, so VERL's prompts change from day to day")
     custom = OmegaConf.to_container(cfg.reward.custom_reward_function, resolve=True)
-    for key, name in (("train_files", "train_files"), ("val_files", "val_files")):
-        files = cfg.data[key] if not isinstance(cfg.data[key], str) else [cfg.data[key]]
+    for name in ("train_files", "val_files"):
+        files = cfg.data[name] if not isinstance(cfg.data[name], str) else [cfg.data[name]]
         usable = too_long = 0
         for path in files:
             rows = checks.read_training_file(path, name)
             if custom["path"] == str(REWARD_FILE):
                 checks.check_rows(rows, path, name, custom.get("reward_kwargs") or {})
-            long = 0
-            if tokenizer is not None:
-                long = checks.count_overlong(rows, tokenizer, cfg.data.max_prompt_length, kwargs)
+            limit = cfg.data.max_prompt_length
+            long = 0 if tokenizer is None else checks.count_overlong(rows, tokenizer, limit, kwargs)
             too_long += long
             if long:
                 notes.append(f"{long} of {len(rows)} prompts in {path} are too long and will be left out")
             usable += len(rows) - long
         checks.check_loads_together(files, name)
-        need = cfg.data.train_batch_size if key == "train_files" else 1
+        need = cfg.data.train_batch_size if name == "train_files" else 1
         if usable < need:
             step = 2 ** (usable.bit_length() - 1) if usable else 0
             fix = f", or {verl_config.fitting_flags(cfg, step, is_by_budget(settings))}" if step else ""
@@ -119,7 +117,7 @@ def pin_date(settings: Settings, previous: Mapping[str, Any]) -> tuple[Settings,
         return settings, []
     date = last_value(previous, key) or today
     settings = replace(settings, chat_template_kwargs={**kwargs, "date_string": date})
-    return settings, [f"the chat template prints the date; this run keeps {date}, also when it is continued"]
+    return settings, [f"the chat template prints the date; this run uses {date}, also when it is continued"]
 
 
 def is_by_budget(settings: Settings) -> bool:
@@ -186,7 +184,15 @@ def main(arguments: Sequence[str] | None = None, environment: Mapping[str, str] 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     environment = os.environ if environment is None else environment
     plan = Path(arguments[1]) if arguments[:1] == ["--plan"] else None
-    settings = read_settings(arguments[2:] if plan else arguments, environment)
+    arguments = arguments[2:] if plan else arguments
+    try:
+        prepare(read_settings(arguments, environment), environment, plan)
+    except UserError as error:
+        raise UserError(as_typed(str(error), arguments, environment)) from None
+
+
+def prepare(settings: Settings, environment: Mapping[str, str], plan: Path | None) -> None:
+    """Check everything; then print it, or prepare the run folder and write the plan for the shell."""
     run_dir = Path(settings.run_dir)
     previous = read_run(run_dir)
     notes = check_settings(settings, environment)

@@ -1,8 +1,4 @@
-r"""What the launcher's settings mean to VERL, in Hydra's syntax, and which sampling law VERL then trains under.
-
-verl_overrides(settings)               -> ["data.train_batch_size=32", ...]
-training_law(environment, overrides)   -> the sampling law and reward, under the evaluation's names
-"""
+"""What the launcher's settings mean to VERL, in Hydra's syntax, and which sampling law VERL then trains under."""
 
 from __future__ import annotations
 
@@ -34,35 +30,26 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def hydra_value(value: Any) -> str:
-    r"""``value`` in the grammar of Hydra's overrides: text is quoted unless it is plain.
+    r"""A JSON value in the grammar of Hydra's overrides: text is quoted unless it is plain.
 
-    >>> hydra_value("a b/c=1"), hydra_value(1e-6), hydra_value(True), hydra_value("grpo")
-    ('"a b/c=1"', '1e-06', 'True', 'grpo')
+    >>> hydra_value({"a": [1e-6, None, "x/y=1"], "b": False}), hydra_value("grpo")
+    ('{a:[1e-06,null,"x/y=1"],b:False}', 'grpo')
     """
+    if isinstance(value, dict):
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z_]\w*", name):
+                raise UserError(f"--chat_template_kwargs: {name!r} is no name that VERL's configuration takes")
+        return "{" + ",".join(f"{name}:{hydra_value(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(hydra_value, value)) + "]"
     if not isinstance(value, str):
-        return str(value)
+        return "null" if value is None else str(value)
     if re.fullmatch(r"[A-Za-z_./][\w./-]*", value) and value.lower() not in ("null", "true", "false", "nan", "inf"):
         return value
     if "${" in value:
         raise UserError(f"{value}: a path or name with ${{ in it cannot be given to VERL; rename it")
     # a backslash is plain in Hydra's quotes, unless a quote follows
     return '"' + re.sub(r'(\\*)("|$)', lambda m: m[1] * 2 + ('\\"' if m[2] else ""), value) + '"'
-
-
-def hydra_json(value: Any) -> str:
-    """A JSON value in the same grammar.
-
-    >>> hydra_json({"a": [1, None, "x y"], "b": False})
-    '{a:[1,null,"x y"],b:False}'
-    """
-    if isinstance(value, dict):
-        for name in value:
-            if not re.fullmatch(r"[A-Za-z_]\w*", name):
-                raise UserError(f"--chat_template_kwargs: {name!r} is no name that VERL's configuration takes")
-        return "{" + ",".join(f"{name}:{hydra_json(item)}" for name, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(hydra_json, value)) + "]"
-    return "null" if value is None else hydra_value(value)
 
 
 def verl_overrides(settings: Settings) -> list[str]:
@@ -75,12 +62,12 @@ def verl_overrides(settings: Settings) -> list[str]:
         **_trainer(settings),
     }
     for name, value in (settings.chat_template_kwargs or {}).items():
-        hydra_json({name: value})  # refuses a name that Hydra would not read
+        hydra_value({name: value})  # refuses a name that Hydra would not read
         meaning[f"+{KWARGS}.{name}"] = value
     meaning |= _reward(settings) | _saved_rollouts(settings)
     if not settings.ray_address and (os.cpu_count() or 1) < 16:
         meaning["ray_kwargs.ray_init.num_cpus"] = 16  # with fewer slots its transfer queue waits for ever
-    overrides = [f"{key}={hydra_json(value)}" for key, value in meaning.items()]
+    overrides = [f"{key}={hydra_value(value)}" for key, value in meaning.items()]
     return [*overrides, "trainer.logger=[console,wandb,file]", *settings.passed]
 
 

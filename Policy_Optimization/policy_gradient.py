@@ -66,15 +66,10 @@ def draw(model, task: Task, chosen: Sequence[int], size: int, stream: tuple[int,
 
     stream: seed and name of the random numbers (see ``uniforms``), and the index of the first continuation.
     """
-    seed, name, first = stream
-    u = np.stack(
-        [
-            uniforms(seed, name, int(number), first + index * size, size, task.law.max_new_tokens)
-            for index, number in enumerate(chosen)
-        ]
-    )
+    (seed, name, first), length = stream, task.law.max_new_tokens
+    u = [uniforms(seed, name, int(number), first + index * size, size, length) for index, number in enumerate(chosen)]
     asked, score = [task.problems[number] for number in chosen], REWARDS["integer"].score
-    groups = sample_groups(model, task.tokenizer, [problem["ids"] for problem in asked], u, task.law)
+    groups = sample_groups(model, task.tokenizer, [problem["ids"] for problem in asked], np.stack(u), task.law)
     rewards = [[score(c.text, problem["ground_truth"]) for c in group] for problem, group in zip(asked, groups)]
     return groups, np.array(rewards)
 

@@ -1,6 +1,7 @@
 """The launcher's settings: names, defaults and meanings in one table, and where each value came from.
 
     read_settings(arguments, environment)  -> Settings
+    as_typed(text, arguments, environment) -> a message that names each setting as the person can type it
 
 A setting is a flag (``--group_size 32``), else an environment variable (``GROUP_SIZE=32``, or the one of the paper's
 script, ``PUBLISHED``), else its default. What they mean to VERL is in overrides.py.
@@ -131,15 +132,21 @@ PUBLISHED = {
     "EXPERIMENT_NAME": "experiment",
     "PROJECT_NAME": "project",
 }
+# The variable that sweep_group_size.sh sets for its runs, and its own flags by the launcher's settings.
+IN_SWEEP = "IN_SWEEP"
+SWEEP_FLAGS = {
+    "group_size": "--group_sizes",
+    "seed": "--seeds",
+    "run_dir": "--sweep_dir",
+    **{name: f"--{name}" for name in ("budget", "update_budget", "epoch_budget")},
+}
 BUDGETS = (("train_batch_size", "budget"), ("mini_batch_size", "update_budget"), ("epochs", "epoch_budget"))
 
 
 def make_parser() -> Parser:
-    parser = Parser(
-        prog="grpo_train.sh",
-        description="GRPO training with VERL. Every setting is a flag or an "
-        "environment variable of the same name in capitals; everything after -- goes to VERL unchanged.",
-    )
+    where = "Every setting is a flag or an environment variable of the same name in capitals"
+    text = f"GRPO training with VERL. {where}; everything after -- goes to VERL unchanged."
+    parser = Parser(prog="grpo_train.sh", description=text)
     for setting in SETTINGS:
         shown = "" if setting.default is None else f" (default {setting.default})"
         parser.add_argument(
@@ -151,11 +158,8 @@ def make_parser() -> Parser:
             nargs="+" if setting.several else None,
         )
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the command, start nothing")
-    parser.add_argument(
-        "--allow_changes",
-        action="store_true",
-        help="continue from a checkpoint although settings differ from those that made it",
-    )
+    changes = "continue from a checkpoint although settings differ from those that made it"
+    parser.add_argument("--allow_changes", action="store_true", help=changes)
     parser.add_argument("--env", help="conda environment or virtual environment to run in (default: the current one)")
     return parser
 
@@ -176,7 +180,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
             values[setting.name] = tuple(values[setting.name])
         if values[setting.name] is None:
             values[setting.name], origin[setting.name] = _without_flag(setting, variable, environment)
-    in_folder = _in_data_folder(values, origin, environment.get("DATA_DIR", "").strip())
+    folder = environment.get("DATA_DIR", "").strip()
+    in_folder = _in_data_folder(values, origin, folder) if folder else {}
     values |= in_folder
     derived = _derived(values, environment.get("RUN_TAG", "").strip())
     values |= derived
@@ -191,6 +196,30 @@ def value_without_flag(name: str, environment: Mapping[str, str]) -> Any:
     """The value of a setting that no flag gives: that of its environment variable, else the default."""
     (setting,) = (each for each in SETTINGS if each.name == name)
     return _without_flag(setting, _variable_of(name, environment), environment)[0]
+
+
+def as_typed(text: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
+    """``text``, a message that names settings by their flags, with the names that the person can type.
+
+    A setting that an environment variable gives has the name of the variable. In a sweep the sweep's own flags have their
+    names there, and every other setting is a variable.
+
+    >>> as_typed("--micro_batch_size 24 does not divide", [], {"MICRO_BATCH_SIZE": "24"})
+    'MICRO_BATCH_SIZE=24 does not divide'
+    >>> as_typed("--group_size 4: give --save_freq 5", ["--group_size", "4"], {"IN_SWEEP": "1"})
+    '--group_sizes 4: give SAVE_FREQ=5'
+    """
+    given, in_sweep = {argument.partition("=")[0] for argument in arguments}, bool(environment.get(IN_SWEEP))
+    for name in (setting.name for setting in SETTINGS):
+        variable = None if f"--{name}" in given else _variable_of(name, environment)
+        if in_sweep and name in SWEEP_FLAGS:
+            text = re.sub(rf"--{name}(?![\w-])", SWEEP_FLAGS[name], text)
+        elif in_sweep or variable:
+            variable = variable or name.upper()
+            value = re.escape(environment.get(variable, "").strip()) or r"\d"
+            text = re.sub(rf"--{name} (?=\d|[/~'.]\S|{value})", f"{variable}=", text)
+            text = re.sub(rf"--{name}(?![\w-])", variable, text)
+    return text
 
 
 def _without_flag(setting: Setting, variable: str | None, environment: Mapping[str, str]) -> tuple[Any, str]:
@@ -211,8 +240,6 @@ def _variable_of(name: str, environment: Mapping[str, str]) -> str | None:
 def _in_data_folder(values: Mapping[str, Any], origin: Mapping[str, str], folder: str) -> dict[str, str]:
     """The data files in ``folder``, the DATA_DIR of the paper's script. A file given by a flag, or by its full path, stays."""
     found = {}
-    if not folder:
-        return found
     for name, usual in (("train_files", ("train.parquet",)), ("val_files", ("val.parquet", "test.parquet"))):
         if origin[name] == "default":
             there = [file for file in usual if (Path(folder).expanduser() / file).is_file()]

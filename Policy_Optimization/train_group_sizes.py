@@ -91,19 +91,11 @@ def summarise(runs: dict, sizes: Sequence[int], budget: int, group_size_law: dic
     rows = []
     for size in sizes:
         mine = [entry for entry in runs.values() if entry["G"] == size]
-        rewards = np.array([entry["held_out_reward"] for entry in mine])
-        rows.append(
-            {
-                "G": size,
-                "B": budget // size,
-                "seeds": len(mine),
-                "held_out_reward": float(rewards.mean()),
-                "standard_error": float(rewards.std(ddof=1) / len(mine) ** 0.5) if len(mine) > 1 else None,
-                "train_reward": float(np.mean([entry["train_reward"] for entry in mine])),
-                "silent_share": float(np.mean([entry["silent_share"] for entry in mine])),
-                "predicted_mse": predicted.get(size),
-            }
-        )
+        row = {"G": size, "B": budget // size, "seeds": len(mine), "predicted_mse": predicted.get(size)}
+        for name in ("held_out_reward", "train_reward", "silent_share"):
+            row[name] = float(np.mean([entry[name] for entry in mine]))
+        deviation = np.std([entry["held_out_reward"] for entry in mine], ddof=1) if len(mine) > 1 else None
+        rows.append({**row, "standard_error": None if deviation is None else float(deviation / len(mine) ** 0.5)})
     return rows
 
 
@@ -128,12 +120,8 @@ def load_group_size_law(path: str, settings: dict) -> dict:
 
     results = load_results(path)
     check_group_size_law(results.get("group_size_law"), path)
-    measured = results.get("law") or {}
-    other = [
-        name
-        for name in ("temperature", "top_p", "max_new_tokens", "model_fingerprint")
-        if name in measured and measured[name] != settings[name]
-    ]
+    measured, names = results.get("law") or {}, ("temperature", "top_p", "max_new_tokens", "model_fingerprint")
+    other = [name for name in names if name in measured and measured[name] != settings[name]]
     if other:
         print(f"note: {path} was measured with another {', '.join(other)} than these runs", file=sys.stderr)
     return results["group_size_law"]

@@ -1,8 +1,5 @@
 """VERL's configuration, composed by the installed VERL and checked where its own checks stay silent.
 
-    compose(overrides)            the configuration training would see; an unknown key is one line
-    check_config(cfg)             what VERL 0.9.1 accepts although its training fails later, then its validate_config
-
 Found by trying VERL: it accepts a misspelt estimator, rollout.n=0, lr=abc, missing files, micro-batches that do not
 divide, and tensor parallelism that does not fit, and it reads no reward from custom_reward_function.path.
 """
@@ -69,11 +66,8 @@ def compose(overrides: Sequence[str]) -> Any:
         reason = " ".join(f"{error} {error.__cause__ or ''}".split())
         if unknown := re.match(r"Could not override '([^']+)'", reason):
             near = difflib.get_close_matches(unknown[1], default_leaves(), 1)
-            raise UserError(
-                f"{unknown[1]}: VERL has no such key"
-                + (f"; is it {near[0]}?" if near else "")
-                + f" (+{unknown[1]}=... adds one)"
-            ) from None
+            hint = f"; is it {near[0]}?" if near else ""
+            raise UserError(f"{unknown[1]}: VERL has no such key{hint} (+{unknown[1]}=... adds one)") from None
         raise UserError(f"VERL's configuration: {reason[:300]}") from None
 
 
@@ -85,7 +79,7 @@ def default_leaves() -> dict[str, Any]:
     return dict(_leaves(OmegaConf.to_container(compose([]), resolve=True)))
 
 
-def check_config(cfg: Any, by_budget: bool = True) -> None:
+def check_config(cfg: Any, by_budget: bool) -> None:
     """All checks of a composed configuration; UserError at the first fault. by_budget: as in ``fitting_flags``."""
     check_types(cfg)
     check_reward_key(cfg)
@@ -148,14 +142,11 @@ def check_names(cfg: Any) -> None:
     from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 
     loggers = [cfg.trainer.logger] if isinstance(cfg.trainer.logger, str) else cfg.trainer.logger
+    loss, engine = cfg.actor_rollout_ref.actor.policy_loss.loss_mode, cfg.actor_rollout_ref.rollout.name
     choices = [
         ("algorithm.adv_estimator", cfg.algorithm.adv_estimator, ADV_ESTIMATOR_REGISTRY),
-        (
-            "actor_rollout_ref.actor.policy_loss.loss_mode",
-            cfg.actor_rollout_ref.actor.policy_loss.loss_mode,
-            POLICY_LOSS_REGISTRY,
-        ),
-        ("actor_rollout_ref.rollout.name", cfg.actor_rollout_ref.rollout.name, {name for name, _ in _ROLLOUT_REGISTRY}),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode", loss, POLICY_LOSS_REGISTRY),
+        ("actor_rollout_ref.rollout.name", engine, {name for name, _ in _ROLLOUT_REGISTRY}),
         ("trainer.resume_mode", cfg.trainer.resume_mode, ("auto", "disable", "resume_path")),
         ("data.truncation", cfg.data.truncation, ("error", "left", "right", "middle")),
         ("trainer.v1.trainer_mode", cfg.trainer.v1.trainer_mode, ("sync", "colocate_async", "separate_async")),
@@ -166,7 +157,7 @@ def check_names(cfg: Any) -> None:
             raise UserError(f"{key}={value}: unknown to VERL; use one of {', '.join(sorted(map(str, known)))}")
 
 
-def check_batches(cfg: Any, by_budget: bool = True) -> None:
+def check_batches(cfg: Any, by_budget: bool) -> None:
     """Batches are whole and positive, and each divides the next larger: micro, mini (per GPU), train.
 
     What does not divide is refused with flags under which everything does. by_budget: as in ``fitting_flags``.
@@ -191,6 +182,11 @@ def check_batches(cfg: Any, by_budget: bool = True) -> None:
         raise UserError(f"actor_rollout_ref.rollout.n=1: {cfg.algorithm.adv_estimator} compares at least two")
     prompts, part = cfg.data.train_batch_size, actor.ppo_mini_batch_size
     fix = f"; these fit: {fitting_flags(cfg, prompts, by_budget)}"
+    if prompts % part and by_budget:
+        raise UserError(
+            f"the mini-batch of {part} prompts does not divide the {prompts} prompts of a step (by default they are "
+            f"--update_budget / G and --budget / G){fix}"
+        )
     if prompts % part:
         raise UserError(
             f"--mini_batch_size {part} does not divide --train_batch_size {prompts} (unless they are given, they "
@@ -204,7 +200,7 @@ def check_batches(cfg: Any, by_budget: bool = True) -> None:
             _check_micro_batch(cfg, name, micro, prompts, fix)
 
 
-def fitting_flags(cfg: Any, prompts: int, by_budget: bool = True) -> str:
+def fitting_flags(cfg: Any, prompts: int, by_budget: bool) -> str:
     """The launcher's flags that differ from ``cfg`` where a step takes ``prompts`` prompts and all its batches divide.
 
     by_budget: whether the launcher derives the batches from --budget and --update_budget, and is not given them.
@@ -290,10 +286,8 @@ def check_token_budgets(cfg: Any) -> None:
         key = "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"
         budgets.append((key, worker.ref.log_prob_use_dynamic_bsz, worker.ref))
     if critic:
-        budgets += [
-            (f"critic.{name}", cfg.critic.use_dynamic_bsz, cfg.critic)
-            for name in ("ppo_max_token_len_per_gpu", "ppo_infer_max_token_len_per_gpu")
-        ]
+        limits = ("ppo_max_token_len_per_gpu", "ppo_infer_max_token_len_per_gpu")
+        budgets += [(f"critic.{name}", cfg.critic.use_dynamic_bsz, cfg.critic) for name in limits]
     for key, dynamic, part in budgets:
         limit, shared = OmegaConf.select(cfg, key), _sequence_parallel(part)
         if dynamic and limit is not None and limit * shared < tokens:

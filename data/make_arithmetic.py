@@ -23,9 +23,6 @@ Runs in under a second.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import random
 import sys
 from collections import Counter
@@ -35,6 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.cli import Parser, integer, run
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.files import one_line_errors, to_json_line, write_bytes_atomic
 
 KINDS = ("two_step", "three_step", "multiplication", "division", "parentheses")
 STYLES = ("zero_shot", "few_shot")
@@ -63,11 +61,9 @@ def draw_sum(rng: random.Random, easy: bool, terms: int) -> tuple[str, int]:
 
 def draw_parentheses(rng: random.Random, easy: bool) -> tuple[str, int]:
     """a ± (b ± c) or (a ± b) ± (c ± d), with even odds → (expression, value)."""
-    if rng.random() < 0.5:
-        first, first_value = draw_sum(rng, easy, 1)
-    else:
-        first, first_value = draw_sum(rng, easy, 2)
-        first = f"({first})"
+    terms = 1 if rng.random() < 0.5 else 2
+    first, first_value = draw_sum(rng, easy, terms)
+    first = first if terms == 1 else f"({first})"
     sign = rng.choice("+-")
     second, second_value = draw_sum(rng, easy, 2)
     value = first_value + second_value if sign == "+" else first_value - second_value
@@ -106,14 +102,10 @@ def write_prompt(expression: str, style: str, plain: bool) -> str | list[dict[st
 def make_problems(n: int, seed: int, style: str = "zero_shot", plain: bool = False) -> list[dict]:
     """``n`` distinct problems, the kinds as even as n allows → rows with prompt, ground_truth, kind.
 
-    Raises UserError where n is not in 1..MAX_PROBLEMS, the seed is negative or the style is unknown.
+    style: one of STYLES. Raises UserError where n is not in 1..MAX_PROBLEMS.
     """
     if not 1 <= n <= MAX_PROBLEMS:
         raise UserError(f"--n: {n} problems asked for; the number ranges allow 1 to {MAX_PROBLEMS} without repeats")
-    if seed < 0:
-        raise UserError(f"--seed: must be at least 0, got {seed}")
-    if style not in STYLES:
-        raise UserError(f"--style: {style!r} is unknown, choose from {', '.join(STYLES)}")
     rng = random.Random(seed)
     seen = {expression for expression, _ in WORKED_EXAMPLES}
     rows: list[dict] = []
@@ -131,17 +123,9 @@ def write_jsonl(rows: Sequence[dict], path: Path) -> None:
     """Write one JSON object a line; ``path`` appears only when it is complete. Makes parent folders."""
     if not path.name:
         raise UserError(f"--out {path}: that is a folder; give the path of a file")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with one_line_errors(path, "write"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise UserError(f"--out {path}: cannot write it ({error.strerror}); give the path of a file") from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+    write_bytes_atomic(path, b"".join(map(to_json_line, rows)))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

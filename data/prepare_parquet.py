@@ -43,6 +43,7 @@ from Gradient_evaluation.runs.rewards import check_weights
 from Policy_Optimization.settings import reward_of_a_run, weight
 
 GSM8K_REQUEST = "Reason step by step, then give the final answer alone on the last line after ####."
+MATH = "DigitalLearningGmbH/MATH-lighteval"
 MATH_REQUEST = r"Reason step by step and put the final answer in \boxed{}."
 
 
@@ -61,15 +62,7 @@ class Kind(NamedTuple):
 KINDS = {
     "arithmetic": Kind("prompt", "ground_truth", "", "integer", "arithmetic", "arithmetic", None),
     "gsm8k": Kind("question", "answer", GSM8K_REQUEST, "integer", "openai/gsm8k", "math", ("openai/gsm8k", "main")),
-    "math": Kind(
-        "problem",
-        "solution",
-        MATH_REQUEST,
-        "math",
-        "DigitalLearningGmbH/MATH-lighteval",
-        "math",
-        ("DigitalLearningGmbH/MATH-lighteval", None),
-    ),
+    "math": Kind("problem", "solution", MATH_REQUEST, "math", MATH, "math", (MATH, None)),
     "jsonl": Kind("prompt", "ground_truth", "", "integer", "custom", "custom", None),
 }
 

@@ -34,7 +34,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.make_arithmetic import KINDS, draw_problem, write_prompt
 from Gradient_evaluation.cli import Parser, integer, number, run
-from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.files import one_line_errors
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # the names Qwen gives them
 CHAT_TEMPLATE = (
@@ -248,12 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = parse_args(arguments)
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
-    try:
+    with one_line_errors(settings.out, "write"):
         settings.out.mkdir(parents=True, exist_ok=True)
         # on the same file system, so that each finished file can be moved into place in one step
         staging = tempfile.TemporaryDirectory(prefix=".training-", dir=settings.out)
-    except OSError as error:
-        raise UserError(f"--out {settings.out}: cannot write there ({error.strerror}); give a folder") from error
     with staging:
         began = time.perf_counter()
         tokenizer = make_tokenizer()

@@ -1,10 +1,4 @@
-"""Problems of a data set → the rows that VERL reads from parquet (prepare_parquet.py is the command).
-
-load_both(settings)                  the problems of both splits, their answers checked
-keep_short(problems, settings)       without those that are too long for --max_prompt_length
-to_parquet(rows, split, settings)    the bytes of the file
-refuse_for_verl(messages, tools)     UserError for a prompt that VERL cannot carry
-"""
+"""Problems of a data set → the rows that VERL reads from parquet (prepare_parquet.py is the command)."""
 
 from __future__ import annotations
 
@@ -202,12 +196,6 @@ def split_by_length(
     return short, long
 
 
-def shared_prompts(train: Sequence[Problem], val: Sequence[Problem]) -> list[Problem]:
-    """The training problems whose prompt is also asked in validation, whatever the answers say."""
-    asked = {prompt_id(problem.messages, None) for problem in val}
-    return [problem for problem in train if prompt_id(problem.messages, None) in asked]
-
-
 def message_type(prompts: Sequence[Messages]):
     """The parquet type of prompts: role, content, and the other fields that their messages have."""
     import pyarrow
@@ -230,13 +218,12 @@ def as_verl_reads(problems: dict[str, list[Problem]]) -> dict[str, list[Problem]
     import pyarrow
 
     kind = message_type([problem.messages for rows in problems.values() for problem in rows])
-    return {
-        split: [
-            problem._replace(messages=messages)
-            for problem, messages in zip(rows, pyarrow.array([problem.messages for problem in rows], type=kind).to_pylist())
-        ]
-        for split, rows in problems.items()
-    }
+
+    def read_back(rows: list[Problem]) -> list[Problem]:
+        messages = pyarrow.array([problem.messages for problem in rows], type=kind).to_pylist()
+        return [problem._replace(messages=each) for problem, each in zip(rows, messages)]
+
+    return {split: read_back(rows) for split, rows in problems.items()}
 
 
 def to_parquet(problems: Sequence[Problem], split: str, settings: Settings) -> bytes:
@@ -245,16 +232,14 @@ def to_parquet(problems: Sequence[Problem], split: str, settings: Settings) -> b
     import pyarrow.parquet
 
     text = pyarrow.string()
-    schema = pyarrow.schema(
-        {
-            "data_source": text,
-            "prompt": message_type([problem.messages for problem in problems]),
-            "ability": text,
-            "reward_model": pyarrow.struct({"style": text, "ground_truth": text}),
-            "extra_info": pyarrow.struct({"split": text, "index": pyarrow.int64(), "reward": text, "columns": text}),
-            "ground_truth": text,
-        }
-    )
+    columns = {
+        "data_source": text,
+        "prompt": message_type([problem.messages for problem in problems]),
+        "ability": text,
+        "reward_model": pyarrow.struct({"style": text, "ground_truth": text}),
+        "extra_info": pyarrow.struct({"split": text, "index": pyarrow.int64(), "reward": text, "columns": text}),
+        "ground_truth": text,
+    }
     rows = [
         {
             "data_source": settings.data_source,
@@ -267,7 +252,7 @@ def to_parquet(problems: Sequence[Problem], split: str, settings: Settings) -> b
         for index, problem in enumerate(problems)
     ]
     buffer = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=schema), buffer)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=pyarrow.schema(columns)), buffer)
     return buffer.getvalue()
 
 
@@ -330,7 +315,8 @@ def without_shared(problems: dict[str, list[Problem]], settings: Settings) -> di
 
     Raises UserError where no row is left for a split.
     """
-    shared = shared_prompts(problems["train"], problems["val"])
+    asked = {prompt_id(problem.messages, None) for problem in problems["val"]}  # whatever the answers say
+    shared = [problem for problem in problems["train"] if prompt_id(problem.messages, None) in asked]
     if shared:
         done = "left out of train" if settings.drop_shared else "kept in both; --drop_shared leaves them out of train"
         warn_on_stderr(f"{len(shared)} training prompts are in validation too (first: {shared[0].where}): {done}")

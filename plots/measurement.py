@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,16 +39,16 @@ class Measurement:
     """Results, and from the Grams the moments and scores of every prompt, or a text that says why there are none.
 
     compared, reasons: as ``estimators`` and ``reasons`` of ``estimators.summarise``, of every estimator that the Grams
-    allow, or without Grams of those in the results. Their lists are aligned with ``compared_sizes``.
+    allow, or without Grams of those in the results. The first entry of their lists is at K = ``compared_at``.
     """
 
     label: str
     results: dict
     grams: PromptMoments | str
-    scores: list[Scores] = field(default_factory=list)
-    compared_sizes: list[int] = field(default_factory=list)
-    compared: dict = field(default_factory=dict)
-    reasons: dict = field(default_factory=dict)
+    scores: list[Scores]
+    compared_at: int
+    compared: dict
+    reasons: dict
 
     @property
     def moments(self) -> PromptMoments:
@@ -88,36 +88,28 @@ class Measurement:
         return found
 
 
-def load_measurement(path: str | Path, grams: str | Path | None = None, compare_at: int | None = None) -> Measurement:
+def load_measurement(path: str | Path, compare_at: int | None = None) -> Measurement:
     """Read a results JSON and its Grams, one prompt at a time.
 
-    grams: their folder, if it is neither beside the results nor where the results say. compare_at: the K at which
-    estimators are compared (default: the least of K_list); this takes about 5 ms for each block of 64. UserError where
-    the results, the folder ``grams`` or a file in it cannot be read.
+    compare_at: the K at which estimators are compared (default: the least of K_list); this takes about 5 ms for each block
+    of 64. UserError where the results or a Gram cannot be read.
     """
     path = Path(path)
     results = load_results(path)
     label, compare_at = path.stem.removeprefix("tracecov_"), compare_at or min(results["K_list"])
-    folder = _grams_folder(path, results, grams)
+    folder = _grams_folder(path, results)
     if folder is None:
-        return Measurement(
-            label,
-            results,
-            f"there are no Grams beside {path.name}, and this picture needs them",
-            compared_sizes=results["K_list"],
-            compared=results.get("estimators") or {},
-            reasons=results.get("reasons") or {},
-        )
+        why = f"there are no Grams beside {path.name}, and this picture needs them"
+        compared, reasons = (results.get(name) or {} for name in ("estimators", "reasons"))
+        return Measurement(label, results, why, [], results["K_list"][0], compared, reasons)
     scores: list[Scores] = []
     moments = estimators.reduce_prompts(_passing(folder, scores), [compare_at], list(ESTIMATORS))
     bootstrap = PromptBootstrap(len(moments), seed=(results.get("bootstrap") or {}).get("seed", 0))
     summary = estimators.summarise(moments, [compare_at], bootstrap, list(ESTIMATORS))
-    return Measurement(label, results, moments, scores, [compare_at], summary["estimators"], summary["reasons"])
+    return Measurement(label, results, moments, scores, compare_at, summary["estimators"], summary["reasons"])
 
 
-def _grams_folder(path: Path, results: dict, given: str | Path | None) -> Path | None:
-    if given is not None:
-        return Path(given)
+def _grams_folder(path: Path, results: dict) -> Path | None:
     named = (results.get("config") or {}).get("from_grams")
     folders = [Path(named)] if named else []
     return next((folder for folder in (*folders, path.parent / "grams") if any(folder.glob("*.npz"))), None)

@@ -33,10 +33,9 @@ PIXELS_PER_INCH = 240
 SHOWN_PER_INCH = 150  # on the page
 
 
-def setting(name: str, default: str | None = None) -> Path | None:
+def setting(name: str, default: str) -> Path:
     """The path in the environment variable ``name``, else ``default``; relative ones start at the repository's root."""
-    value = os.environ.get(name) or default
-    return ROOT / value if value else None
+    return ROOT / (os.environ.get(name) or default)
 
 
 def settings(name: str) -> list[Path]:
@@ -129,34 +128,34 @@ def _sentence(text: str) -> str:
     return f"{escape(text[:1].upper() + text[1:])}."
 
 
-def group_size_in_words(law: dict | None) -> str:
+def group_size_in_words(group_size_law: dict | None) -> str:
     """``"best group size to train with: G* = 5.84 [4.84, 7]; G = 4 to 10 are within 10% of ..."``, or why there is none.
 
-    law: the group-size law of the results.
+    group_size_law: the group-size law of the results.
     """
-    law = law or {}
-    if law.get("G_star") is None:
-        reason = (law.get("reasons") or {}).get("G_star", "the results hold no group-size law")
+    group_size_law = group_size_law or {}
+    if group_size_law.get("G_star") is None:
+        reason = (group_size_law.get("reasons") or {}).get("G_star", "the results hold no group-size law")
         words = f"best group size to train with: not computed ({reason})"
-        if law.get("G_star_at_least"):
-            words += f"; {at_least(law)}"
-        return words + _almost_best(law)
-    ends = law.get("G_star_ci95")
+        if group_size_law.get("G_star_at_least"):
+            words += f"; {at_least(group_size_law)}"
+        return words + _almost_best(group_size_law)
+    ends = group_size_law.get("G_star_ci95")
     interval = "" if not ends else " [{}, {}]".format(*("unbounded" if end is None else f"{end:.3g}" for end in ends))
-    words = f"best group size to train with: G* = {law['G_star']:.3g}{interval}"
-    if law.get("within_10_percent"):
-        low, high = law["within_10_percent"]
-        powers = ", ".join(map(str, law.get("powers_of_two") or [])) or "none"
+    words = f"best group size to train with: G* = {group_size_law['G_star']:.3g}{interval}"
+    if group_size_law.get("within_10_percent"):
+        low, high = group_size_law["within_10_percent"]
+        powers = ", ".join(map(str, group_size_law.get("powers_of_two") or [])) or "none"
         words += f"; G = {low} to {high} are within 10% of the least MSE (powers of two among them: {powers})"
-    if law.get("G_star_may_be_larger"):
-        words += f"; G* may well be larger, c1 is less than 3 standard errors above 0: {at_least(law)}"
+    if group_size_law.get("G_star_may_be_larger"):
+        words += f"; G* may well be larger, c1 is less than 3 standard errors above 0: {at_least(group_size_law)}"
     return words
 
 
-def _almost_best(law: dict) -> str:
-    if not law.get("almost_best"):
+def _almost_best(group_size_law: dict) -> str:
+    if not group_size_law.get("almost_best"):
         return ""
-    low, high = law["almost_best"]
+    low, high = group_size_law["almost_best"]
     sizes = f"G = {low} is" if low == high else f"G = {low} to {high} are"
     return f"; as measured, {sizes} within 10% of the least MSE among powers of two"
 

@@ -21,17 +21,12 @@ from plots.style import COLOURS, CURVES, bars_of, finish, group_size_axis, new_a
 from plots.tracecov import sample_sizes, why_missing
 
 TICK_LETTERS = 24  # on the x axis of plot_estimators, beside the long names of the estimators
-FAIR = "signal_to_noise_per_continuation"  # groups that an estimator throws away are paid for
-QUANTITIES = {
-    FAIR: "signal-to-noise ratio per continuation sampled",
-    "effective_group_size": "effective group size: the K at which\nplain GRPO has this signal-to-noise ratio",
-    "mse": "MSE (squared gradient units)",
-    "signal_to_noise": "signal-to-noise ratio",
-}
+RATIO = "signal_to_noise_per_continuation"  # groups that an estimator throws away are paid for
+WORDS = "signal-to-noise ratio per continuation sampled"
 
 
 def fit_ratio_law(sizes: Sequence[int], ratios: Sequence[float]) -> float:
-    """The c of least squares in ratio = 1 + c/(K - 1), the law of GRPO over the oracle.
+    """The c of least squares in ratio = 1 + c/(K - 1), the trace of GRPO over that of the oracle.
 
     Exact with c = (2 zeta2 - 4 zeta1) / (4 zeta1), for tr Var of GRPO is 4 zeta1/K + (2 zeta2 - 4 zeta1)/(K (K-1)) and
     that of the oracle 4 zeta1/K.
@@ -79,15 +74,14 @@ def plot_ratio(measured: Measurement, ax=None):
     return ax.get_figure(), ax
 
 
-def plot_any_group_size(measured: Measurement, ax=None, sizes: Sequence[int] | None = None):
+def plot_any_group_size(measured: Measurement, ax=None):
     """The MSE at every K (2 to four times the largest measured), from the saved Grams; both axes logarithmic.
 
     Markers: the group sizes of the results. GRPO's curve is exact at every K from one block of continuations. A curve
     that cannot be computed is named below the axis.
     """
     ax, measured_at = new_ax(ax, height=3.1), measured.results["K_list"]
-    if sizes is None:
-        sizes = np.unique(np.geomspace(2, 4 * max(measured_at), 60).round().astype(int)).tolist()
+    sizes = np.unique(np.geomspace(2, 4 * max(measured_at), 60).round().astype(int)).tolist()
     bootstrap, reasons = measured.bootstrap, []
     for name in DRAWN:
         look = CURVES[name]
@@ -114,29 +108,33 @@ def plot_any_group_size(measured: Measurement, ax=None, sizes: Sequence[int] | N
     return ax.get_figure(), ax
 
 
-def missing(measured: Measurement, quantity: str = FAIR) -> list[str]:
-    """One line for each reason why estimators lack this quantity: ``"opo, dapo: K=4 needs a block of ..."``."""
+def missing(measured: Measurement) -> list[str]:
+    """One line for each reason why estimators lack the ratio: ``"opo, dapo: K=4 needs a block of ..."``."""
     by_reason: dict[str, list[str]] = {}
     for name, found in measured.compared.items():
-        if found[quantity][0] is None:
-            reason = measured.reasons.get(f"estimators.{name}.{quantity}", "no reason is given")
-            by_reason.setdefault(reason.removeprefix("not computed: "), []).append(label_of(name))
+        if found[RATIO][0] is None:
+            by_reason.setdefault(_reason(measured, name).removeprefix("not computed: "), []).append(label_of(name))
     return [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
 
 
-def plot_estimators(measured: Measurement, ax=None, quantity: str = FAIR):
-    """Every estimator at one K, best first; a line at plain GRPO; those that could not be computed are left out.
+def _reason(measured: Measurement, name: str) -> str:
+    return measured.reasons.get(f"estimators.{name}.{RATIO}", "no reason is given")
 
-    quantity: a key of QUANTITIES. Filled: the estimator's target is the true gradient; open: another one, a rescaled
-    gradient say. An arrow at the left edge: the interval reaches 0 or below, where a logarithmic axis ends. UserError where
-    no estimator has the quantity, or it is relative to GRPO's and GRPO has none.
+
+def plot_estimators(measured: Measurement, ax=None):
+    """Signal-to-noise ratio per continuation of every estimator at one K, best first; those without one are left out.
+
+    The ratio is over plain GRPO's (dashed line), or where GRPO's may be 0 the ratio itself. Filled: the estimator's target is
+    the true gradient; open: another one, a rescaled gradient say. An arrow at the left edge: the interval reaches 0 or below,
+    where a logarithmic axis ends. UserError where no estimator has a ratio, or GRPO has none.
     """
-    known = {name: found for name, found in measured.compared.items() if found[quantity][0] is not None}
-    unit, relative = _unit(measured, known, quantity)
-    names = sorted(known, key=lambda name: known[name][quantity][0], reverse=quantity == "mse")  # the best on top
+    known = {name: found for name, found in measured.compared.items() if found[RATIO][0] is not None}
+    unit, relative = _unit(measured, known)
+    names = sorted(known, key=lambda name: known[name][RATIO][0])  # the best on top
     ax = new_ax(ax, height=1.2 + 0.2 * len(names))
-    values = [known[name][quantity][0] / unit for name in names]
-    intervals = [_scaled(known[name][f"{quantity}_ci95"][0], unit) for name in names]
+    values = [known[name][RATIO][0] / unit for name in names]
+    ends = [known[name][f"{RATIO}_ci95"][0] for name in names]
+    intervals = [None if each is None else [end / unit for end in each] for each in ends]
     ax.set_xscale("log")
     for row, (name, value, interval) in enumerate(zip(names, values, intervals)):
         colour = CURVES[name].colour if name in CURVES else "black"
@@ -144,40 +142,32 @@ def plot_estimators(measured: Measurement, ax=None, quantity: str = FAIR):
         bars = bars_of([value], [interval])
         look = {"color": colour, "marker": "o", "markersize": 5, "markerfacecolor": filling}
         ax.errorbar([value], [row], xerr=bars, capsize=2, elinewidth=1, **look)
-    if "grpo" in known:
-        ax.axvline(known["grpo"][quantity][0] / unit, color=CURVES["grpo"].colour, linestyle="--", linewidth=1)
+    ax.axvline(known["grpo"][RATIO][0] / unit, color=CURVES["grpo"].colour, linestyle="--", linewidth=1)
     for text, filling in (("estimates the gradient", "black"), ("a rescaled gradient", "white")):
         ax.plot([], [], linestyle="", marker="o", color="black", markerfacecolor=filling, label=text)
     _positive_axis(ax, values, intervals)
     ax.set_yticks(range(len(names)), map(label_of, names))
     over = ",\nover that of plain GRPO" if relative else ""
     prompts = f", n = {counted(measured.results['n_prompts'], 'prompt')}" if measured.results.get("n_prompts") else ""
-    ax.set_xlabel(f"{QUANTITIES[quantity]}{over}\n(at K = {measured.compared_sizes[0]}{prompts})")
+    ax.set_xlabel(f"{WORDS}{over}\n(at K = {measured.compared_at}{prompts})")
     finish(ax, loc="lower center", bbox_to_anchor=(0.3, 1.0), ncols=2)
     return ax.get_figure(), ax
 
 
-def _unit(measured: Measurement, known: dict, quantity: str) -> tuple[float, bool]:
-    """(what the values are divided by, whether that is plain GRPO's); 1 where GRPO's may be 0: the values themselves then.
+def _unit(measured: Measurement, known: dict) -> tuple[float, bool]:
+    """(what the ratios are divided by, whether that is plain GRPO's); 1 where GRPO's may be 0: the ratios themselves then.
 
     Raises UserError where there is nothing to draw.
     """
-    what = QUANTITIES[quantity].partition(":")[0]
-    reasons = {name: measured.reasons.get(f"estimators.{name}.{quantity}", "no reason is given") for name in measured.compared}
     if not known:
-        most = Counter(reasons.values()).most_common(1)
-        raise UserError(f"no estimator has a value of this ({what}): {most[0][0] if most else 'there are no estimators'}")
-    if quantity != FAIR:
-        return 1.0, False
+        most = Counter(_reason(measured, name) for name in measured.compared).most_common(1)
+        raise UserError(f"no estimator has a value of this ({WORDS}): {most[0][0] if most else 'there are no estimators'}")
     if "grpo" not in known:
-        raise UserError(f"plain GRPO, to compare with, has no {what}: {reasons.get('grpo', 'it is not in the results')}")
+        why = _reason(measured, "grpo") if "grpo" in measured.compared else "it is not in the results"
+        raise UserError(f"plain GRPO, to compare with, has no {WORDS}: {why}")
     own = known["grpo"]
-    relative = (own[f"{quantity}_ci95"][0] or own[quantity])[0] > 0
-    return (own[quantity][0] if relative else 1.0), relative
-
-
-def _scaled(interval: Sequence[float] | None, unit: float) -> list[float] | None:
-    return None if interval is None else [end / unit for end in interval]
+    relative = (own[f"{RATIO}_ci95"][0] or own[RATIO])[0] > 0
+    return (own[RATIO][0] if relative else 1.0), relative
 
 
 def _positive_axis(ax, values: Sequence[float], intervals: Sequence[Sequence[float] | None]) -> None:

@@ -26,14 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     flags = parser.parse_args(arguments)
     with importing():
         from Gradient_evaluation.runs.results import check_group_size_law, load_results
-        from plots.group_size import plot_side_by_side
-        from plots.style import save_figure
+        from plots.group_size import HEIGHT, plot_group_size
+        from plots.style import save_figure, side_by_side
 
-    laws = [load_results(path).get("group_size_law") for path in flags.results]
-    for path, each in zip(flags.results, laws):
+    group_size_laws = [load_results(path).get("group_size_law") for path in flags.results]
+    for path, each in zip(flags.results, group_size_laws):
         check_group_size_law(each, path)
     labels = flags.label or [Path(path).stem.removeprefix("tracecov_") for path in flags.results]
-    figure, _ = plot_side_by_side(laws, labels, flags.budget)
+    figure, _ = side_by_side(plot_group_size, group_size_laws, labels, HEIGHT, budget=flags.budget)
     print(save_figure(figure, flags.out))
 
 

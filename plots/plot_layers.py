@@ -96,14 +96,14 @@ def plot_layers(results: dict, group_size: int, ax=None):
     return ax.get_figure(), ax
 
 
-def plot_module_kinds(results: dict, group_size: int, ax=None, estimator: str = "grpo"):
-    """MSE of each kind of module over the layers, for one published estimator; the largest kinds first.
+def plot_module_kinds(results: dict, group_size: int, ax=None):
+    """GRPO's MSE of each kind of module over the layers; the largest kinds first.
 
     Of more than seven kinds the smallest are one curve. All points, those outside the layers too, add up to the MSE.
     """
     positions, values = traces_by_position(results, group_size)
     ax = new_ax(ax, height=HEIGHT)
-    x, trace = _depth_axis(ax, positions), values[estimator]
+    x, trace = _depth_axis(ax, positions), values["grpo"]
     totals = Counter()
     for position, value in zip(positions, trace):
         if position.layer is not None:
@@ -118,7 +118,7 @@ def plot_module_kinds(results: dict, group_size: int, ax=None, estimator: str = 
         _draw(ax, x[members], trace[members], numbered(number, label))
     outside = np.array([each.layer is None for each in positions])
     _draw(ax, x[outside], trace[outside], Curve("outside the layers", "#000000", "*", ""))
-    _finish(ax, results, f"MSE of a module at K = {group_size}\n({label_of(estimator)})", ncols=2)
+    _finish(ax, results, f"MSE of a module at K = {group_size}\n({label_of('grpo')})", ncols=2)
     return ax.get_figure(), ax
 
 
@@ -144,18 +144,9 @@ def _draw(ax, x: np.ndarray, values: np.ndarray, look: Curve) -> None:
     """The sum of the values at each x, in order of x; markers at twelve of them."""
     where, number = np.unique(x, return_inverse=True)
     sums = np.bincount(number, values, minlength=len(where))
+    every, size = (max(1, len(where) // 12), 4) if look.line else (1, 6)
     if len(where):
-        ax.plot(
-            where,
-            np.where(sums > 0, sums, np.nan),
-            color=look.colour,
-            marker=look.marker,
-            linestyle=look.line,
-            markersize=4 if look.line else 6,
-            linewidth=1.2,
-            label=look.label,
-            markevery=max(1, len(where) // 12) if look.line else 1,
-        )
+        ax.plot(where, np.where(sums > 0, sums, np.nan), markersize=size, linewidth=1.2, markevery=every, **look.look)
 
 
 def _finish(ax, results: dict, quantity: str, ncols: int) -> None:

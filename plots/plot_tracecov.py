@@ -5,8 +5,8 @@
     python plots/plot_tracecov.py base.json instruct.json --by_estimator --out figure.pdf
 
 Each results file (written by Gradient_evaluation/run_tracecov.py) is one panel, its legend headed by model and sampling
-law. With --by_estimator each estimator is one panel and each file one curve, and one legend names model and law of each.
-Runs in seconds. The drawing is in tracecov.py.
+law. With --by_estimator each estimator is one panel and each file one curve, and one legend names model and sampling law of
+each. Runs in seconds. The drawing is in tracecov.py.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", required=True, help="figure to write; .pdf and .svg are vector, .png is not")
     parser.add_argument("--label", nargs="+", help="one title for each results file (default: its file name)")
     parser.add_argument("--log_y", action="store_true", help="logarithmic MSE axis (default: linear)")
-    parser.add_argument(
-        "--by_estimator", action="store_true", help="a panel for each estimator and a curve for each file, MSE logarithmic"
-    )
+    by_estimator = "a panel for each estimator and a curve for each file, MSE logarithmic"
+    parser.add_argument("--by_estimator", action="store_true", help=by_estimator)
     flags = parser.parse_args(arguments)
     with importing():
         from Gradient_evaluation.runs.results import load_results
-        from plots.style import save_figure
-        from plots.tracecov import plot_by_estimator, plot_side_by_side
+        from plots.style import save_figure, side_by_side
+        from plots.tracecov import plot_by_estimator, plot_tracecov
 
     loaded = [load_results(path) for path in flags.results]
     if flags.by_estimator:
         figure, _ = plot_by_estimator(loaded, flags.label)
     else:
         labels = flags.label or [Path(path).stem.removeprefix("tracecov_") for path in flags.results]
-        figure, _ = plot_side_by_side(loaded, labels, flags.log_y)
+        figure, _ = side_by_side(plot_tracecov, loaded, labels, height=3.1, log_y=flags.log_y)
     print(save_figure(figure, flags.out))
 
 

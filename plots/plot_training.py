@@ -4,13 +4,10 @@
     python plots/plot_training.py outputs/train/a_g8_seed0 outputs/train/a_g8_seed1 --out figure.png
     python plots/plot_training.py qwen_g8_seed0.jsonl --metric val-core/openai/gsm8k/acc/mean@1 --out figure.pdf
 
-A source is a sweep, a run folder, a JSONL of VERL's file logger, or a JSON of train_group_sizes.py. W&B's files and VERL's
-console output are not read (training_logs.py says how a run writes the JSONL). G and seed are read from the manifest or the run
-folder, else from a name like ``qwen_g8_seed0``. Runs of one G are averaged at the steps that all of them have. The
-interval is Student's t over seeds; one seed has no interval. The right panel is there when at least one G is known. Runs in
-seconds.
-
-From Python: plot_training(runs) draws both panels; plot_by_step(runs, ax) and plot_by_group_size(runs, ax) one each.
+A source is a sweep, a run folder, a JSONL of VERL's file logger, or a JSON of train_group_sizes.py (training_logs.py). G and
+seed are read from the manifest or the run folder, else from a name like ``qwen_g8_seed0``. Runs of one G are averaged at the
+steps that all of them have. The interval is Student's t over seeds; one seed has no interval. The right panel is there when
+at least one G is known. Runs in seconds.
 """
 
 from __future__ import annotations
@@ -56,15 +53,12 @@ def mean_over_seeds(values: Sequence[float]) -> Mean:
     return Mean(mean, round(quantile * statistics.stdev(values) / math.sqrt(n), 12), n)
 
 
-def label_of(each: Run) -> str:
-    return each.name if each.group_size is None else f"G = {each.group_size}"
-
-
 def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
     """The runs of each G, in order of G; then each run without a G by itself."""
     groups: dict[str, list[Run]] = {}
     for each in sorted(runs, key=lambda each: (each.group_size is None, each.group_size or 0)):
-        groups.setdefault(label_of(each), []).append(each)
+        label = each.name if each.group_size is None else f"G = {each.group_size}"
+        groups.setdefault(label, []).append(each)
     for label, members in groups.items():
         seeds = [each.seed for each in members if each.seed is not None]
         if len(set(seeds)) < len(seeds):
@@ -72,15 +66,19 @@ def by_label(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return groups
 
 
-def curve(runs: Sequence[Run]) -> dict[int, Mean]:
-    """Mean accuracy at the steps that every run has."""
+def curve(label: str, runs: Sequence[Run]) -> dict[int, Mean]:
+    """Mean accuracy at the steps that every run has; UserError where there are none."""
     steps = sorted(set.intersection(*(set(each.accuracy) for each in runs)))
+    if not steps:
+        raise UserError(f"{label}: its seeds share no validation step; validate them at the same steps")
     return {step: mean_over_seeds([each.accuracy[step] for each in runs]) for step in steps}
 
 
-def final_accuracy(runs: Sequence[Run], last: int) -> Mean:
-    """Over seeds, the mean of each run's accuracy at its ``last`` last validations."""
-    return mean_over_seeds([statistics.fmean(list(each.accuracy.values())[-last:]) for each in runs])
+def finals(runs: Sequence[Run], last: int) -> dict[int, Mean]:
+    """For each known G, over its seeds, the mean of a run's accuracy at its ``last`` last validations."""
+    sized = [members for members in by_label(runs).values() if members[0].group_size is not None]
+    ends = [[statistics.fmean(list(each.accuracy.values())[-last:]) for each in members] for members in sized]
+    return {members[0].group_size: mean_over_seeds(values) for members, values in zip(sized, ends)}
 
 
 def summarise(runs: Sequence[Run], last: int = 1) -> dict:
@@ -88,103 +86,59 @@ def summarise(runs: Sequence[Run], last: int = 1) -> dict:
 
     Runs that end at different steps are drawn as they are, with a warning.
     """
-    groups = by_label(runs)
+    curves = {label: curve(label, members) for label, members in by_label(runs).items()}
     ends = {max(each.accuracy) for each in runs}
     return {
-        "accuracy_by_step": {
-            label: {step: list(mean) for step, mean in _shared_curve(label, members).items()}
-            for label, members in groups.items()
-        },
-        "accuracy_by_group_size": {size: list(mean) for size, mean in _finals(groups, last).items()},
+        "accuracy_by_step": {label: {step: list(mean) for step, mean in means.items()} for label, means in curves.items()},
+        "accuracy_by_group_size": {size: list(mean) for size, mean in finals(runs, last).items()},
         "warnings": [f"the runs end at different steps ({', '.join(map(str, sorted(ends)))})"] if len(ends) > 1 else [],
     }
 
 
-def _shared_curve(label: str, members: Sequence[Run]) -> dict[int, Mean]:
-    means = curve(members)
-    if not means:
-        raise UserError(f"{label}: its seeds share no validation step; validate them at the same steps")
-    return means
-
-
-def _finals(groups: dict[str, list[Run]], last: int) -> dict[int, Mean]:
-    sized = [members for members in groups.values() if members[0].group_size is not None]
-    return {members[0].group_size: final_accuracy(members, last) for members in sized}
-
-
-def plot_training(runs: Sequence[Run], last: int = 1, axes=None):
-    """Draw accuracy by step and, where at least one G is known, by G; returns (figure, (1,) or (2,) array of axes).
-
-    ``axes``: where to draw, as many as are drawn; made without pyplot if it is None.
-    """
+def plot_training(runs: Sequence[Run], last: int = 1):
+    """Draw accuracy by step and, where at least one G is known, by G; returns (figure, (1,) or (2,) array of axes)."""
     from plots.style import new_figure
 
     sized = any(each.group_size is not None for each in runs)
-    if axes is None:
-        _, axes = new_figure(2 if sized else 1, height=HEIGHT)
+    figure, axes = new_figure(2 if sized else 1, height=HEIGHT)
     plot_by_step(runs, ax=axes[0])
     if sized:
         plot_by_group_size(runs, last, ax=axes[1])
-    return axes[0].get_figure(), axes
+    return figure, axes
 
 
 def plot_by_step(runs: Sequence[Run], ax=None):
     """Mean accuracy over the seeds of each G (or of each run without one) by training step; returns (figure, ax)."""
-    from plots.style import finish, new_ax
+    from plots.style import finish, new_ax, numbered
 
     ax = new_ax(ax, height=HEIGHT)
     for number, (label, members) in enumerate(by_label(runs).items()):
-        _draw_curve(ax, _shared_curve(label, members), label, number)
+        means, n = curve(label, members), len(members)
+        steps, values = list(means), [mean.value for mean in means.values()]
+        look = numbered(number, f"{label} ({n} seeds)" if n > 1 else label)
+        ax.plot(steps, values, markersize=4, markevery=max(1, len(steps) // 10), **look.look)
+        if n > 1:
+            low, high = zip(*((mean.value - mean.half_width, mean.value + mean.half_width) for mean in means.values()))
+            ax.fill_between(steps, low, high, color=look.colour, alpha=0.15, linewidth=0)
     ax.set_xlabel(f"training step\n(n = {len(runs)} run{'s' if len(runs) > 1 else ''})")
     ax.set_ylabel(f"validation {runs[0].measure}")
     finish(ax, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=2)
     return ax.get_figure(), ax
 
 
-def _draw_curve(ax, means: dict[int, Mean], label: str, number: int) -> None:
-    from plots.style import numbered
-
-    steps, values = list(means), [mean.value for mean in means.values()]
-    halves = [mean.half_width or 0.0 for mean in means.values()]
-    n = next(iter(means.values())).n
-    look = numbered(number, f"{label} ({n} seeds)" if n > 1 else label)
-    ax.plot(
-        steps,
-        values,
-        color=look.colour,
-        marker=look.marker,
-        markersize=4,
-        linewidth=1.5,
-        linestyle=look.line,
-        markevery=max(1, len(steps) // 10),
-        label=look.label,
-    )
-    if n > 1:
-        low, high = [[value + sign * half for value, half in zip(values, halves)] for sign in (-1, 1)]
-        ax.fill_between(steps, low, high, color=look.colour, alpha=0.15, linewidth=0)
-
-
 def plot_by_group_size(runs: Sequence[Run], last: int = 1, ax=None):
     """Mean over seeds of the ``last`` last validations of each run, by G; runs without one are left out."""
     from plots.style import COLOURS, finish, group_size_axis, new_ax
 
-    ax, finals = new_ax(ax, height=3.1), _finals(by_label(runs), last)
-    if not finals:
+    ax, means = new_ax(ax, height=3.1), finals(runs, last)
+    if not means:
         raise UserError("no run has a known G; name the runs like qwen_g8_seed0, or give the manifest.json of a sweep")
-    sizes, bars = list(finals), [mean.half_width or 0.0 for mean in finals.values()]
-    ax.errorbar(
-        sizes,
-        [mean.value for mean in finals.values()],
-        yerr=bars if any(bars) else None,
-        capsize=3,
-        color=COLOURS[0],
-        marker="o",
-        markersize=5,
-        linewidth=1.5,
-        elinewidth=1,
-    )
+    sizes, values = list(means), [mean.value for mean in means.values()]
+    bars = [mean.half_width or 0.0 for mean in means.values()]
+    look = {"color": COLOURS[0], "marker": "o", "markersize": 5, "elinewidth": 1}
+    ax.errorbar(sizes, values, yerr=bars if any(bars) else None, capsize=3, **look)
     group_size_axis(ax, sizes)
-    seeds = sorted({mean.n for mean in finals.values()})
+    seeds = sorted({mean.n for mean in means.values()})
     count = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     ax.set_xlabel(f"group size G\n(n = {count} seeds each)")
     measure = runs[0].measure

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +30,11 @@ class Curve(NamedTuple):
     colour: str
     marker: str
     line: str
+
+    @property
+    def look(self) -> dict:
+        """These four as keywords of matplotlib's plot and errorbar."""
+        return {"label": self.label, "color": self.colour, "marker": self.marker, "linestyle": self.line}
 
 
 CURVES = {
@@ -73,6 +78,24 @@ def new_ax(ax=None, **size):
     return new_figure(**size)[1][0] if ax is None else ax
 
 
+def check_labels(labels: Sequence[str], several: Sequence) -> None:
+    """UserError unless there is one label for each of several results files."""
+    if len(labels) != len(several):
+        raise UserError(f"--label: give one label for each results file ({len(several)} files, {len(labels)} labels)")
+
+
+def side_by_side(draw: Callable, several: Sequence, labels: Sequence[str], height: float, **settings):
+    """One panel for each of several results, each with its own y axis; returns (figure, (n,) array of axes).
+
+    draw: a plot function, called with one of them, its ``ax``, its ``label`` and the ``settings``.
+    """
+    check_labels(labels, several)
+    figure, axes = new_figure(len(several), height=height)
+    for ax, each, label in zip(axes, several, labels):
+        draw(each, ax=ax, label=label, **settings)
+    return figure, axes
+
+
 def group_size_axis(ax, sizes: Sequence[int]) -> None:
     """Group size on x in log2, a tick at each of ``sizes`` (at most eight of them, evenly chosen)."""
     ax.set_xscale("log", base=2)
@@ -110,16 +133,8 @@ def as_written(*artists) -> None:
 def note(ax, text: str) -> None:
     """Small text below the label of the x axis, in lines short enough for one column; nothing for an empty text."""
     if text:
-        ax.annotate(
-            short_lines(text),
-            (0.5, 0),
-            xycoords=ax.xaxis.label,
-            xytext=(0, -3),
-            textcoords="offset points",
-            ha="center",
-            va="top",
-            fontsize="small",
-        )
+        below = {"xycoords": ax.xaxis.label, "xytext": (0, -3), "textcoords": "offset points", "ha": "center", "va": "top"}
+        ax.annotate(short_lines(text), (0.5, 0), fontsize="small", **below)
 
 
 def short_lines(text: str, width: int = 46) -> str:

@@ -1,7 +1,6 @@
 """The paper's figure: MSE of vanilla, GRPO and oracle gradients against the group size, and the floor.
 
     figure, ax = plot_tracecov(results, label="base")        one results dictionary
-    figure, axes = plot_side_by_side(several, labels)        a panel for each
     figure, axes = plot_by_estimator(several)                a panel for each estimator, a curve for each
 
 For unbiased estimators the MSE is trace(Cov), in squared gradient units. Bars are 95% intervals over prompts. A curve
@@ -13,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.results import DRAWN, FLOOR, counted, curve_of, describe, describe_each
 from Gradient_evaluation.stats.estimators import label_of
 from plots.style import (
@@ -21,6 +19,7 @@ from plots.style import (
     Curve,
     as_written,
     bars_of,
+    check_labels,
     finish,
     group_size_axis,
     new_ax,
@@ -78,19 +77,7 @@ def _draw(ax, x: list[float], look: Curve, values: list, intervals: list, log_y:
     if all(value is None for value in values):
         return False
     shown = [v if v is not None and (v > 0 or not log_y) else math.nan for v in values]
-    ax.errorbar(
-        x,
-        shown,
-        yerr=bars_of(shown, intervals),
-        capsize=3,
-        color=look.colour,
-        marker=look.marker,
-        linestyle=look.line,
-        markersize=5,
-        linewidth=1.5,
-        elinewidth=1,
-        label=look.label,
-    )
+    ax.errorbar(x, shown, yerr=bars_of(shown, intervals), capsize=3, markersize=5, elinewidth=1, **look.look)
     return True
 
 
@@ -100,54 +87,18 @@ def sample_sizes(results: dict) -> str:
     return f"\n(n = {', '.join(parts)})" if parts else ""
 
 
-def plot_side_by_side(results: Sequence[dict], labels: Sequence[str], log_y: bool = False):
-    """One panel for each results dictionary, each with its own y axis; returns (figure, (n,) array of axes)."""
-    if len(results) != len(labels) or not results:
-        raise UserError(f"--label: give one label for each results file ({len(results)} files, {len(labels)} labels)")
-    figure, axes = new_figure(len(results), height=3.1)
-    for ax, each, label in zip(axes, results, labels):
-        plot_tracecov(each, ax=ax, label=label, log_y=log_y)
-    return figure, axes
-
-
-def plot_compared(results: Sequence[dict], curve: str, ax=None, labels: Sequence[str] | None = None):
-    """One estimator (a key of CURVES) in several results, a curve each, MSE logarithmic; returns (figure, ax).
-
-    The legend names model and sampling law of each, behind its label where ``labels`` are given. A note below the axis
-    says how many files lack this estimator.
-    """
-    ax, absent = new_ax(ax, height=4.0), 0
-    for number, (each, name) in enumerate(zip(results, _names(results, labels))):
-        absent += not _draw(ax, each["K_list"], numbered(number, name), *curve_of(each, curve), log_y=True)
-    _finish(ax, sorted({size for each in results for size in each["K_list"]}), log_y=True)
-    ax.set_xlabel("group size K")
-    ax.set_ylabel("MSE (squared gradient units)")
-    if absent:
-        note(ax, f"not computed in {absent} of {len(results)} files" + f": {FLOOR_NEEDS}" * (curve == FLOOR))
-    finish(ax, label_of(curve), loc="upper center", bbox_to_anchor=(0.5, -0.35 if absent else -0.2))
-    return ax.get_figure(), ax
-
-
-def _names(results: Sequence[dict], labels: Sequence[str] | None) -> list[str]:
-    """The name of each file's curves: label, model and sampling law, sizes."""
-    if not results or (labels is not None and len(labels) != len(results)):
-        raise UserError(f"--label: give one label for each results file ({len(results)} files, {len(labels or [])} labels)")
-    texts = [": ".join(filter(None, parts)) for parts in zip(labels or [""] * len(results), describe_each(results))]
-    return [text + sample_sizes(each) or f"file {number}" for number, (text, each) in enumerate(zip(texts, results), 1)]
-
-
 def plot_by_estimator(results: Sequence[dict], labels: Sequence[str] | None = None):
-    """A panel for each estimator with every results file in it, and one legend: (figure, (3,) or (4,) array of axes).
+    """A panel for each estimator with a curve for each results file, MSE logarithmic: (figure, (3,) or (4,) array of axes).
 
-    Two panels in a row. Where no file has a floor, a line in the fourth cell says so.
+    Two panels in a row. One legend names model and sampling law of each file, behind its label where ``labels`` are given.
+    A note below a panel says how many files lack its estimator. Where no file has a floor, a line in the fourth cell says so.
     """
+    names = _names(results, labels)
     has_floor = any(value is not None for each in results for value in curve_of(each, FLOOR)[0])
     figure, cells = new_figure(4, height=2.7 + 0.25 * -(-len(results) // 2), in_a_row=2)
     axes = cells if has_floor else cells[:3]
     for ax, curve in zip(axes, DRAWN):
-        plot_compared(results, curve, ax, labels)
-        if ax.get_legend():
-            ax.get_legend().remove()
+        _draw_each(ax, results, names, curve)
     if not has_floor:
         cells[3].set_axis_off()
         cells[3].text(0.5, 0.5, short_lines(why_missing(FLOOR)), ha="center", va="center", fontsize="small")
@@ -157,3 +108,27 @@ def plot_by_estimator(results: Sequence[dict], labels: Sequence[str] | None = No
     entries = max(axes, key=lambda ax: len(ax.containers)).get_legend_handles_labels()
     as_written(figure.legend(*entries, loc="outside lower center", ncols=2, frameon=False, fontsize="small"))
     return figure, axes
+
+
+def _draw_each(ax, results: Sequence[dict], names: Sequence[str], curve: str) -> None:
+    """One estimator in several results, without a legend."""
+    looks = [numbered(number, name) for number, name in enumerate(names)]
+    drawn = [_draw(ax, each["K_list"], look, *curve_of(each, curve), log_y=True) for each, look in zip(results, looks)]
+    _finish(ax, sorted({size for each in results for size in each["K_list"]}), log_y=True)
+    ax.set_xlabel("group size K")
+    ax.set_ylabel("MSE (squared gradient units)")
+    if not all(drawn):
+        note(
+            ax, f"not computed in {drawn.count(False)} of {len(results)} files" + (f": {FLOOR_NEEDS}" if curve == FLOOR else "")
+        )
+    finish(ax, label_of(curve))
+    if ax.get_legend():
+        ax.get_legend().remove()
+
+
+def _names(results: Sequence[dict], labels: Sequence[str] | None) -> list[str]:
+    """The name of each file's curves: label, model and sampling law, sizes."""
+    labels = labels or [""] * len(results)
+    check_labels(labels, results)
+    texts = [": ".join(filter(None, parts)) for parts in zip(labels, describe_each(results))]
+    return [text + sample_sizes(each) or f"file {number}" for number, (text, each) in enumerate(zip(texts, results), 1)]

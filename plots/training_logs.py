@@ -83,11 +83,8 @@ def _run(name: str, rows: Rows, metric: str | None, path: Path, known: tuple[int
 
 
 def _numbers(metrics: dict) -> dict[str, float]:
-    return {
-        str(name): float(value)
-        for name, value in metrics.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    }
+    numbers = {name: value for name, value in metrics.items() if type(value) in (int, float)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _read(path: Path) -> str:
@@ -98,9 +95,8 @@ def _read(path: Path) -> str:
 def _manifest_runs(path: Path, metric: str | None) -> list[Run]:
     runs = []
     try:
-        planned = [
-            (str(each["run_dir"]), int(each["group_size"]), int(each["seed"])) for each in json.loads(_read(path))["runs"]
-        ]
+        entries = json.loads(_read(path))["runs"]
+        planned = [(str(each["run_dir"]), int(each["group_size"]), int(each["seed"])) for each in entries]
     except (ValueError, KeyError, TypeError):
         raise UserError(
             f"{path}: is no manifest of sweep_group_size.sh; remove it and start the sweep again, finished runs are skipped"
@@ -133,12 +129,11 @@ def _group_size_runs(path: Path, metric: str | None) -> list[Run]:
 
 
 def _folder_runs(folder: Path, metric: str | None) -> list[Run]:
-    if (folder / "logs").is_dir():
-        if not list((folder / "logs").glob(METRICS)):
-            raise UserError(f'{folder}: has no logs/{METRICS}; train with "file" in trainer.logger, as the launcher does')
-        known = _run_json(folder / "run.json")
-        return [_run(folder.resolve().name, _attempts(folder / "logs"), metric, folder, known)]
-    raise UserError(f"{folder}: is no run folder (no logs/) and no sweep (no manifest.json)")
+    if not (folder / "logs").is_dir():
+        raise UserError(f"{folder}: is no run folder (no logs/) and no sweep (no manifest.json)")
+    if not list((folder / "logs").glob(METRICS)):
+        raise UserError(f'{folder}: has no logs/{METRICS}; train with "file" in trainer.logger, as the launcher does')
+    return [_run(folder.resolve().name, _attempts(folder / "logs"), metric, folder, _run_json(folder / "run.json"))]
 
 
 def _run_json(path: Path) -> tuple[int | None, int | None]:

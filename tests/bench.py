@@ -35,7 +35,7 @@ from bench_measures import (
     smollm2,
     summary,
 )
-from bench_protocol import ESTIMATORS, RunningTraces, generate, ordinary_passes
+from bench_protocol import ESTIMATORS, RunningTraces, generate, ordinary_pass
 from torch.utils.flop_counter import FlopCounterMode
 
 from data.make_arithmetic import make_problems
@@ -64,14 +64,6 @@ def parse_args():
     parser.add_argument("--blocks", nargs="+", type=integer(4), default=[16, 64], help="block sizes (%(default)s)")
     parser.add_argument("--repeats", type=integer(1), default=3, help="(%(default)s)")
     parser.add_argument("--threads", type=integer(1), help="of torch (all cores)")
-    parser.add_argument(
-        "--clock",
-        choices=["wall", "cpu"],
-        default="wall",
-        help="cpu, with --threads 1: time of this process alone, for a machine others use (%(default)s)",
-    )
-    parser.add_argument("--K_list", nargs="+", type=integer(2), default=list(K_LIST), help="of the sweep (4 to 64)")
-    parser.add_argument("--without_3_backwards", action="store_true", help="leave the longest comparison out")
     parser.add_argument("--problem", type=integer(0), default=0, help="number of the prompt (%(default)s)")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="float32")
@@ -123,11 +115,8 @@ class Subject:
         return self.held.enter_context(grams)
 
     def rewards(self, continuations) -> torch.Tensor:
-        return torch.tensor(
-            [integer_reward(c.text, self.problem["ground_truth"]) for c in continuations],
-            dtype=torch.float32,
-            device=self.device,
-        )
+        scores = [integer_reward(c.text, self.problem["ground_truth"]) for c in continuations]
+        return torch.tensor(scores, dtype=torch.float32, device=self.device)
 
 
 def tokens(continuations) -> list[tuple[int, ...]]:
@@ -140,10 +129,8 @@ def sampling(subject: Subject, args) -> dict:
         "ours": lambda: subject.sample(64),
         "generate": lambda: generate(subject.model, subject.prompt_ids, 64, LAW, subject.eos),
     }
-    lengths = [len(c.tokens) for c in subject.sample(64)]
-    return summary(interleaved(works, args.repeats, subject.device, args.clock), "ours") | {
-        "mean_length": float(np.mean(lengths))
-    }
+    times = summary(interleaved(works, args.repeats, subject.device), "ours")
+    return times | {"mean_length": float(np.mean([len(c.tokens) for c in subject.sample(64)]))}
 
 
 def gram(subject: Subject, args) -> dict:
@@ -151,19 +138,15 @@ def gram(subject: Subject, args) -> dict:
     found = {}
     for size in args.blocks:
         continuations, grams = subject.full_length(size), subject.gram()
-        passes = [subject.model, subject.prompt_ids, continuations, LAW]
         with FlopCounterMode(display=False) as counter:
             grams.block(subject.prompt_ids, tokens(continuations))
         works = {
             "block": partial(grams.block, subject.prompt_ids, tokens(continuations)),
-            "forward_backward": partial(ordinary_passes, *passes, 1),
-            "forward_3_backwards": partial(ordinary_passes, *passes, 3),
+            "forward_backward": partial(ordinary_pass, subject.model, subject.prompt_ids, continuations, LAW),
         }
-        if args.without_3_backwards:
-            del works["forward_3_backwards"]
-        times = summary(interleaved(works, args.repeats, subject.device, args.clock), "block")
+        times = summary(interleaved(works, args.repeats, subject.device), "block")
         rate = counter.get_total_flops() / times["median_seconds"]["block"]
-        peak = matmul_flops_per_second(subject.device, next(subject.model.parameters()).dtype, args.clock)
+        peak = matmul_flops_per_second(subject.device, next(subject.model.parameters()).dtype)
         found[str(size)] = times | {
             "flops": counter.get_total_flops(),
             "flops_per_second": rate,
@@ -173,16 +156,16 @@ def gram(subject: Subject, args) -> dict:
     return found
 
 
-def our_sweep(subject: Subject, grams: ScoreGram, sizes: list[int]) -> None:
+def our_sweep(subject: Subject, grams: ScoreGram) -> None:
     """Every K at M = 1: one set of max(K) continuations, one block."""
-    drawn = subject.sample(max(sizes))
+    drawn = subject.sample(max(K_LIST))
     subject.rewards(drawn)
     grams.block(subject.prompt_ids, tokens(drawn))
 
 
-def published_sweep(subject: Subject, traces: RunningTraces, sizes: list[int]) -> None:
+def published_sweep(subject: Subject, traces: RunningTraces) -> None:
     """Every K at M = 1: a fresh group for each."""
-    for size in sizes:
+    for size in K_LIST:
         group = generate(subject.model, subject.prompt_ids, size, LAW, subject.eos)
         traces.add(subject.prompt_ids, group, subject.rewards(group), 0.5, LAW)
 
@@ -190,12 +173,8 @@ def published_sweep(subject: Subject, traces: RunningTraces, sizes: list[int]) -
 def sweep(subject: Subject, args) -> dict:
     """Cost per prompt and per unit of M of the whole sweep, both protocols."""
     grams, traces = subject.gram(), RunningTraces(subject.model)
-    works = {
-        "ours": lambda: our_sweep(subject, grams, args.K_list),
-        "published": lambda: published_sweep(subject, traces, args.K_list),
-    }
-    times = interleaved(works, args.repeats, subject.device, args.clock)
-    return summary(times, "ours") | {"K_list": args.K_list}
+    works = {"ours": partial(our_sweep, subject, grams), "published": partial(published_sweep, subject, traces)}
+    return summary(interleaved(works, args.repeats, subject.device), "ours") | {"K_list": K_LIST}
 
 
 def peak_of(kind: str, args) -> None:
@@ -210,7 +189,7 @@ def peak_of(kind: str, args) -> None:
             traces = RunningTraces(subject.model)
             traces.add(subject.prompt_ids, continuations, z, 0.5, LAW)
         elif work == "forward_backward":  # what bounds both from below: the activations and one gradient
-            ordinary_passes(subject.model, subject.prompt_ids, continuations, LAW, 1)
+            ordinary_pass(subject.model, subject.prompt_ids, continuations, LAW)
         else:
             grams.block(subject.prompt_ids, tokens(continuations))
     print(json.dumps({"bytes": peak.bytes}))
@@ -227,19 +206,17 @@ def memory(name: str, prompt_kind: str, args) -> dict:
     return found
 
 
-def efficiency(subject: Subject, clock: str, blocks: int = 8, groups: int = 24) -> dict:
+def efficiency(subject: Subject, blocks: int = 8, groups: int = 24) -> dict:
     """Per estimator and K: the published protocol's squared standard error at equal wall time over ours."""
     drawn = [subject.sample(max(K_LIST), f"block {b}") for b in range(blocks)]
     rewards = [subject.rewards(c).cpu().numpy().astype(float) for c in drawn]
     grams = subject.gram()
-    sampled = seconds(lambda: subject.sample(max(K_LIST)), subject.device, clock)
+    sampled = seconds(lambda: subject.sample(max(K_LIST)), subject.device)
     made = []
-    spent = blocks * sampled + seconds(
-        lambda: made.extend(grams.block(subject.prompt_ids, tokens(c)).gram for c in drawn), subject.device, clock
-    )
-    ours = np.array(
-        [[[_trace(q, z, c, name, size) for size in K_LIST] for name in ESTIMATORS] for q, z, c in zip(made, rewards, drawn)]
-    )
+    spent = blocks * sampled
+    spent += seconds(lambda: made.extend(grams.block(subject.prompt_ids, tokens(c)).gram for c in drawn), subject.device)
+    parts = list(zip(made, rewards, drawn))
+    ours = np.array([[[_trace(*part, name, size) for size in K_LIST] for name in ESTIMATORS] for part in parts])
     found = {}
 
     def groups_of(size: int, traces: RunningTraces) -> None:
@@ -251,7 +228,7 @@ def efficiency(subject: Subject, clock: str, blocks: int = 8, groups: int = 24) 
 
     for j, size in enumerate(K_LIST):
         traces = RunningTraces(subject.model)
-        took = seconds(partial(groups_of, size, traces), subject.device, clock)
+        took = seconds(partial(groups_of, size, traces), subject.device)
         added = np.array(traces.added)[1:]
         for e, name in enumerate(ESTIMATORS):
             theirs = added[:, e].var(ddof=1) / len(added)
@@ -280,7 +257,7 @@ def measure(name: str, prompt_kind: str, args) -> dict:
             found[part] = work(subject, args)
             print(f"# {part}: {json.dumps(found[part])[:300]}", file=sys.stderr, flush=True)
     if "efficiency" in args.parts and name == "tiny":
-        found["efficiency"] = efficiency(subject, args.clock)
+        found["efficiency"] = efficiency(subject)
     del subject
     if "memory" in args.parts:
         found["memory"] = memory(name, prompt_kind, args)
@@ -303,13 +280,8 @@ def table(results: dict) -> str:
             median = times["median_seconds"]
             for theirs in times["over_ours"]:
                 line(key, f"block of {size} over {theirs}, s", median["block"], median[theirs], 1 / times["over_ours"][theirs])
-            line(
-                key,
-                f"block of {size}, GFLOP/s over a matrix product's",
-                times["flops_per_second"] / 1e9,
-                times["matmul_flops_per_second"] / 1e9,
-                times["share_of_matmul"],
-            )
+            rates = [times[name] / 1e9 for name in ("flops_per_second", "matmul_flops_per_second")]
+            line(key, f"block of {size}, GFLOP/s over a matrix product's", *rates, times["share_of_matmul"])
         for work, peak in found.get("memory", {}).items():
             theirs = found["memory"][f"published:{work.split(':')[1]}"]
             if not work.startswith("published"):
@@ -322,10 +294,8 @@ def table(results: dict) -> str:
 
 def merge(old: dict, new: dict) -> dict:
     """``new`` over ``old``, part by part."""
-    return {
-        **old,
-        **{k: merge(old.get(k, {}), v) if isinstance(v, dict) and isinstance(old.get(k), dict) else v for k, v in new.items()},
-    }
+    both = {k: merge(old[k], v) for k, v in new.items() if isinstance(v, dict) and isinstance(old.get(k), dict)}
+    return {**old, **new, **both}
 
 
 def main() -> None:
@@ -336,19 +306,14 @@ def main() -> None:
     results = json.loads(args.out.read_text()) if args.out.exists() else {"subjects": {}}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     if not args.plot:
-        results["machine"] = {
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "dtype": args.dtype,
-            "clock": args.clock,
-        }
+        results["machine"] = {"torch": torch.__version__, "threads": torch.get_num_threads(), "dtype": args.dtype}
         for name in args.model:
             for prompt_kind in args.prompts:
                 if set(args.parts) - {"growth"}:
                     results = merge(results, {"subjects": measure(name, prompt_kind, args)})
                     args.out.write_text(json.dumps(results, indent=1))
         if "growth" in args.parts:  # random models of its own
-            results["growth"] = cost_growth(resolve_device(args.device), args.clock)
+            results["growth"] = cost_growth(resolve_device(args.device))
         args.out.write_text(json.dumps(results, indent=1))
     print(table(results))
     if "growth" in results:

@@ -27,7 +27,7 @@ AXES = {
 VOCABULARY, LAYERS = 2000, 2
 
 
-def cost_growth(device: torch.device, clock: str) -> dict:
+def cost_growth(device: torch.device) -> dict:
     """{axis: {"values": [...], "ours": seconds, "published": seconds}}: gradients of one prompt, one axis at a time.
 
     Random Llama-type models, float32; continuations are given, so this is the Gram against the published protocol's
@@ -35,35 +35,22 @@ def cost_growth(device: torch.device, clock: str) -> dict:
     """
     found = {}
     for axis, values in AXES.items():
-        rows = [_cost({**BASE, axis: value}, device, clock) for value in values]
+        rows = [_cost({**BASE, axis: value}, device) for value in values]
         shown = [row["parameters"] for row in rows] if axis == "width" else list(values)
-        found["parameters" if axis == "width" else axis] = {
-            "values": shown,
-            "ours": [row["ours"] for row in rows],
-            "published": [row["published"] for row in rows],
-        }
+        seconds = {name: [row[name] for row in rows] for name in ("ours", "published")}
+        found["parameters" if axis == "width" else axis] = {"values": shown, **seconds}
     return found
 
 
-def _cost(setting: dict, device: torch.device, clock: str) -> dict:
+def _cost(setting: dict, device: torch.device) -> dict:
     width, largest, repeats = setting["width"], setting["largest K"], setting["M"]
-    model = tiny_model(
-        "llama",
-        torch.float32,
-        vocab_size=VOCABULARY,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        head_dim=width // 4,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    ).to(device)
+    shape = {"vocab_size": VOCABULARY, "hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": LAYERS}
+    shape |= {"num_attention_heads": 4, "head_dim": width // 4, "max_position_embeddings": 1024, "tie_word_embeddings": True}
+    model = tiny_model("llama", torch.float32, **shape).to(device)
     rng, law = np.random.default_rng(0), SamplingLaw(max_new_tokens=setting["response tokens"])
     prompt = rng.integers(3, VOCABULARY, setting["prompt tokens"]).tolist()
-    drawn = [
-        Continuation(tuple(rng.integers(3, VOCABULARY, setting["response tokens"]).tolist()), False, "") for _ in range(largest)
-    ]
+    answers = rng.integers(3, VOCABULARY, (largest, setting["response tokens"])).tolist()
+    drawn = [Continuation(tuple(answer), False, "") for answer in answers]
     sizes = [k for k in (4, 8, 16, 32, 64) if k <= largest]
     grams, traces = ScoreGram(model, partial(log_probs, law=law)), RunningTraces(model)
     tokens = [each.tokens for each in drawn]
@@ -78,7 +65,7 @@ def _cost(setting: dict, device: torch.device, clock: str) -> dict:
 
     with grams:
         ours()  # what is made once, and the first touch of memory
-        times = interleaved({"ours": ours, "published": published}, 1, device, clock)
+        times = interleaved({"ours": ours, "published": published}, 1, device)
     return {name: values[0] for name, values in times.items()} | {"parameters": sum(p.numel() for p in model.parameters())}
 
 

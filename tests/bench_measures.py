@@ -43,35 +43,28 @@ def smollm2() -> Path:
     return folder
 
 
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-
-
-def seconds(work: Callable[[], object], device: torch.device, clock: str = "wall") -> float:
-    """Time of one call, a GPU's work included. cpu: this process' own, which with one thread other work does not
-    lengthen (but for the caches)."""
-    start = CLOCKS[clock]()
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Time of one call by the clock on the wall, a GPU's work included."""
+    start = time.perf_counter()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return CLOCKS[clock]() - start
+    return time.perf_counter() - start
 
 
-def interleaved(
-    works: dict[str, Callable[[], object]], repeats: int, device: torch.device, clock: str = "wall"
-) -> dict[str, list[float]]:
+def interleaved(works: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, list[float]]:
     """{name: seconds of every repeat}, all works once per repeat in turn, so that a busy machine hits them alike."""
     times = {name: [] for name in works}
     for _ in range(repeats):
         for name, work in works.items():
-            times[name].append(seconds(work, device, clock))
+            times[name].append(seconds(work, device))
     return times
 
 
 def summary(times: dict[str, list[float]], ours: str) -> dict:
     """Medians, and for every other work the median of its time over ours within a repeat."""
-    ratios = {
-        name: statistics.median(b / a for a, b in zip(times[ours], values)) for name, values in times.items() if name != ours
-    }
+    others = {name: values for name, values in times.items() if name != ours}
+    ratios = {name: statistics.median(b / a for a, b in zip(times[ours], values)) for name, values in others.items()}
     return {
         "median_seconds": {name: statistics.median(values) for name, values in times.items()},
         "over_ours": ratios,
@@ -80,18 +73,17 @@ def summary(times: dict[str, list[float]], ours: str) -> dict:
     }
 
 
-def matmul_flops_per_second(device: torch.device, dtype: torch.dtype, clock: str, size: int = 1536) -> float:
+def matmul_flops_per_second(device: torch.device, dtype: torch.dtype, size: int = 1536) -> float:
     """The best of several large matrix products, in multiplications and additions per second."""
     x = torch.randn(size, size, device=device, dtype=dtype)
-    return 2 * size**3 / min(seconds(lambda: x @ x, device, clock) for _ in range(6))
+    return 2 * size**3 / min(seconds(lambda: x @ x, device) for _ in range(6))
 
 
 def peak_memory(arguments: list[str]) -> int:
     """Bytes at the peak beyond the loaded model, of bench.py run with ``--peak`` in a process of its own."""
-    out = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "bench.py"), *arguments], check=True, capture_output=True, text=True
-    ).stdout
-    return json.loads(out.splitlines()[-1])["bytes"]
+    command = [sys.executable, str(ROOT / "tests" / "bench.py"), *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout.splitlines()[-1])["bytes"]
 
 
 class PeakMemory:

@@ -18,18 +18,9 @@ ESTIMATORS = ("naive", "grpo", "oracleV")
 def generate(model, prompt_ids: list[int], count: int, law: SamplingLaw, eos: tuple[int, ...]) -> list[Continuation]:
     """``count`` continuations by transformers' own generate under the same law (texts are left empty)."""
     prompt = torch.tensor([prompt_ids], device=model.device)
-    out = model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        do_sample=True,
-        temperature=law.temperature,
-        top_p=law.top_p,
-        top_k=law.top_k,
-        num_return_sequences=count,
-        max_new_tokens=law.max_new_tokens,
-        eos_token_id=list(eos),
-        pad_token_id=eos[0],
-    )
+    settings = {"do_sample": True, "num_return_sequences": count, "eos_token_id": list(eos), "pad_token_id": eos[0]}
+    settings |= {name: getattr(law, name) for name in ("temperature", "top_p", "top_k", "max_new_tokens")}
+    out = model.generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **settings)
     found = []
     for row in out[:, len(prompt_ids) :].tolist():
         end = next((i + 1 for i, token in enumerate(row) if token in eos), None)
@@ -47,13 +38,11 @@ def batch_log_probs(model, prompt_ids: list[int], continuations: list[Continuati
     return log_probs(output.logits, ids[:, len(prompt_ids) :], law).masked_fill(~mask, 0.0).sum(1)
 
 
-def ordinary_passes(model, prompt_ids, continuations, law, backwards: int) -> None:
-    """One forward and so many backwards with gradients for every parameter, which are thrown away."""
+def ordinary_pass(model, prompt_ids, continuations, law) -> None:
+    """One forward and one backward with gradients for every parameter, which are thrown away."""
     model.requires_grad_(True)
-    values = batch_log_probs(model, prompt_ids, continuations, law)
-    for left in reversed(range(backwards)):
-        values.sum().backward(retain_graph=left > 0)
-        model.zero_grad(set_to_none=True)
+    batch_log_probs(model, prompt_ids, continuations, law).sum().backward()
+    model.zero_grad(set_to_none=True)
     model.requires_grad_(False)
 
 

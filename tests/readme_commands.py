@@ -43,7 +43,6 @@ OUTPUTS = re.compile(
     r"oracle_v_n\d+_[\w.-]+\.jsonl|tracecov_(?!.*_detailed)[\w.-]+\.json|grams|manifest\.json|"
     r"group_sizes\.json|(train|val)\.parquet|(arithmetic_\w+|problems)\.jsonl"
 )
-SWEEPS_OWN = {"--dry_run": 0, "--env": 1, "--sweep_dir": 1}  # read by the shell script itself
 
 
 class Command(NamedTuple):
@@ -156,22 +155,16 @@ def check_shell(arguments: Sequence[str], variables: dict[str, str]) -> None:
 
     unknown = set(variables) - {setting.name.upper() for setting in SETTINGS}
     assert not unknown, f"{unknown}: no such setting"
-    rest, words = [], iter(arguments[1:])
-    for word in words:
-        if word not in SWEEPS_OWN:
-            rest.append(word)
-        for _ in range(SWEEPS_OWN.get(word, 0)):
-            assert next(words, None), f"{word}: a value is missing"
-    parse("Policy_Optimization/sweep_manifest.py", [*rest, "--sweep_dir", "x"])
+    parse("Policy_Optimization/sweep.py", arguments[1:])
 
 
 def check_outer_program(words: Sequence[str]) -> None:
     """ray, wandb, jupyter: a command we know, and what follows ``--`` is checked as a command of its own."""
     known = {"ray": ("start", "status", "job"), "wandb": ("sync", "login"), "jupyter": ("lab", "notebook")}
-    check_paths(words[: list(words).index("--")] if "--" in words else words)
+    end = list(words).index("--") if "--" in words else len(words)
+    check_paths(words[:end])
     assert words[1] in known[words[0]], f"{words[0]} {words[1]}: teach tests/readme_commands.py to check it"
-    if "--" in words:
-        inner = [re.sub(r"^/shared/repo/", "", word) for word in words[list(words).index("--") + 1 :]]
+    if inner := [re.sub(r"^/shared/repo/", "", word) for word in words[end + 1 :]]:
         check(Command(shlex.join(inner), inner, {}))
 
 

@@ -26,7 +26,7 @@ def results(**changes) -> dict:
     return {**made, **changes}
 
 
-def law(**settings) -> dict:
+def group_size_law(**settings) -> dict:
     """A group-size law as in a results file; c1, c2, c3 about 1, 1, 9."""
     return json.loads(json.dumps(group_size_law_of(plain_case(**settings))))
 
@@ -35,7 +35,7 @@ def deep(n_layers: int = 24) -> dict:
     """Results of a made-up model of many layers; the kinds differ in size by 2 each, the first the smallest."""
     inside = [f"model.layers.{layer}.{kind}" for layer in range(n_layers) for kind in KINDS]
     modules = ["lm_head", "model.embed_tokens", *inside, "model.norm"]
-    sizes = np.array([7.0, 5.0, *[2.0**place for _ in range(n_layers) for place in range(len(KINDS))], 3.0])
+    sizes = np.array([7.0, 5.0, *[2.0**number for _ in range(n_layers) for number in range(len(KINDS))], 3.0])
     traces = {
         name: [(scale * sizes / K).tolist() for K in (4, 8, 16)]
         for name, scale in (("naive", 3.0), ("grpo", 2.0), ("oracleV", 1.0))

@@ -1,10 +1,10 @@
 """Files that survive a killed run: rows appended and synced, whole files replaced in one step.
 
     append_row(path, row)              one JSON line, on disk when the call returns
-    read_finished_rows(path)           the complete rows of an own output, and where a torn last line begins
-    truncate_file(path, size)          cut that torn line off
-    write_json(path, value)            whole file or nothing
-    write_bytes_atomic(path, data)
+    read_finished_rows(path)           the complete rows of a run's own file, and their size in bytes
+    truncate_file(path, size)          cut off the incomplete line after them
+    write_json(path, value)            the whole file or nothing
+    write_bytes_atomic(path, data)     the same for bytes
 
 A full disk, a read-only folder or a missing one is a UserError with one line. NaN and infinity are not
 JSON: writing one is a bug of the caller and raises ValueError.
@@ -44,8 +44,8 @@ def to_json_line(value: Any) -> bytes:
 def append_row(path: str | Path, row: dict) -> None:
     """Append ``row`` as one JSON line; it is on disk when this returns.
 
-    Raises UserError if it cannot be written, after cutting off what was written of it (a full disk),
-    and ValueError on NaN or infinity, before anything is written.
+    Raises UserError if it cannot be written (a full disk); what was written of it is cut off first. Raises ValueError
+    on NaN or infinity before anything is written.
     """
     line = to_json_line(row)
     with one_line_errors(path, "write"):
@@ -65,11 +65,11 @@ def append_row(path: str | Path, row: dict) -> None:
 
 
 def read_finished_rows(path: str | Path) -> tuple[list[dict], int]:
-    """The complete rows of an own JSONL output, and the size in bytes up to which the file is complete.
+    """The complete rows of a run's own JSONL file, and their size in bytes.
 
-    A last line without its newline, or one that is no JSON object, was torn by a crash: it is not
-    parsed into a row, and the size ends before it. Cut it off (``truncate_file``) before appending.
-    A missing file has no rows. Raises UserError, naming the line, if an earlier line is damaged.
+    A crash may leave a last line that has no newline or is no JSON object. It gives no row, and the size ends before it.
+    Cut it off (``truncate_file``) before appending. A missing file has no rows. Raises UserError, naming the line, if an
+    earlier line is damaged.
     """
     if not os.path.lexists(path):
         return [], 0
@@ -89,7 +89,7 @@ def read_finished_rows(path: str | Path) -> tuple[list[dict], int]:
 
 
 def truncate_file(path: str | Path, size: int) -> None:
-    """Cut ``path`` to ``size`` bytes, durably. A missing or already shorter file is left alone."""
+    """Cut ``path`` to ``size`` bytes and sync it to disk. Nothing happens to a file that is missing or not longer."""
     with one_line_errors(path, "write"):
         if not os.path.exists(path) or os.path.getsize(path) <= size:
             return
@@ -107,7 +107,7 @@ def write_json(path: str | Path, value: Any) -> None:
 def write_bytes_atomic(path: str | Path, data: bytes) -> None:
     """Write ``data`` to a temporary file beside ``path``, sync it, and rename it over ``path``.
 
-    The temporary name is fixed (``.NAME.tmp``), so that what a killed run leaves is overwritten by the next.
+    The temporary file is always ``.NAME.tmp``, so the next run overwrites what a killed run has left.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -126,7 +126,7 @@ def write_bytes_atomic(path: str | Path, data: bytes) -> None:
 
 
 def _sync_folder(path: str | Path) -> None:
-    """Make a new name in a folder durable, where the file system lets a folder be synced."""
+    """Sync the folder of a new file to disk, if the file system can do that."""
     with contextlib.suppress(OSError):
         folder = os.open(Path(path).parent, os.O_RDONLY)
         try:

@@ -11,10 +11,9 @@ import numpy as np
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.runs.checks import check_block, check_sampler, in_float32, self_audit
-from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.gram_store import GramRecord
 from Gradient_evaluation.runs.memory import Batch
-from Gradient_evaluation.runs.oracle_table import oracle_components
+from Gradient_evaluation.runs.oracle_table import OracleRow, oracle_components
 from Gradient_evaluation.runs.prompts import sampling_law
 from Gradient_evaluation.runs.rewards import Rewards, RunRewards, rewards_of
 from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
@@ -95,7 +94,7 @@ class Measurement:
         self.generation = Batch("--gen_bs", settings.gen_bs, least=1)
         self.block = Batch("--block_size", planned_block_size(settings), least=SMALLEST_BLOCK)
 
-    def audit(self, row: Row, prompt_ids: list[int]) -> dict:
+    def audit(self, row: OracleRow, prompt_ids: list[int]) -> dict:
         """The self-audit of a block as large as this run's, of continuations that are used for nothing else."""
         count = max(block_sizes(self.settings.M * self.settings.K_list[-1], self.block.size))
         drawn = self._sample("audit", row, prompt_ids, count)
@@ -106,7 +105,7 @@ class Measurement:
 
         return batch.run(check, row.where)
 
-    def check_sampler(self, row: Row, prompt_ids: list[int]) -> dict:
+    def check_sampler(self, row: OracleRow, prompt_ids: list[int]) -> dict:
         """checks.check_sampler of a block of continuations of this prompt that are used for nothing else.
 
         A half-precision model draws and scores them in float32: its own rounding would hide a wrong sampler.
@@ -120,11 +119,10 @@ class Measurement:
 
         return in_float32(self.model, check, "the comparison of sampler and scorer")
 
-    def measure(self, row: Row, prompt_ids: list[int], index: int) -> GramRecord:
+    def measure(self, row: OracleRow, prompt_ids: list[int], index: int) -> GramRecord:
         """The record of one prompt, ``index`` its row in the oracle table. FloatingPointError: not finite."""
         drawn = self._sample("tracecov", row, prompt_ids, self.settings.M * self.settings.K_list[-1])
         drawn, rewards, n_left_out = self._rewarded(drawn, row)
-        lengths = np.array([len(continuation.tokens) for continuation in drawn])
         blocks = self.block.run(lambda size: self._blocks(row, prompt_ids, drawn, rewards, size), row.where)
         return GramRecord(
             prompt_id=row.prompt_id,
@@ -134,14 +132,13 @@ class Measurement:
             oracle_value=row.oracle_value,
             n_oracle=row.oracle_samples,
             rewards=rewards.total,
-            lengths=lengths,
             n_left_out=n_left_out or None,
             **self._greedy_reward(row, prompt_ids),
             **self._components(row, rewards),
             **blocks,
         )
 
-    def _rewarded(self, drawn: list[Continuation], row: Row) -> tuple[list[Continuation], Rewards, int]:
+    def _rewarded(self, drawn: list[Continuation], row: OracleRow) -> tuple[list[Continuation], Rewards, int]:
         """(the continuations that have a reward, their rewards, how many are left out). UserError: fewer than 4 have one."""
         texts, token_ids = [each.text for each in drawn], [each.tokens for each in drawn]
         found = rewards_of(texts, row, self.rewards, token_ids)
@@ -154,7 +151,7 @@ class Measurement:
         drawn = [each for each, stays in zip(drawn, kept) if stays]
         return drawn, Rewards(found.total[kept], found.components[:, kept]), int((~kept).sum())
 
-    def _components(self, row: Row, rewards: Rewards) -> dict:
+    def _components(self, row: OracleRow, rewards: Rewards) -> dict:
         """The fields of GramRecord that only several rewards have."""
         if not self.rewards.are_several:
             return {}
@@ -165,7 +162,7 @@ class Measurement:
             "oracle_components": oracle_components(row, self.rewards.names),
         }
 
-    def _sample(self, purpose: str, row: Row, prompt_ids: list[int], count: int) -> list[Continuation]:
+    def _sample(self, purpose: str, row: OracleRow, prompt_ids: list[int], count: int) -> list[Continuation]:
         u = uniforms(self.settings.seed, purpose, row.prompt_id, 0, count, self.settings.max_new_tokens)
 
         def sample(size: int) -> list[Continuation]:
@@ -173,8 +170,8 @@ class Measurement:
 
         return self.generation.run(sample, row.where)
 
-    def _blocks(self, row: Row, prompt_ids, drawn: list[Continuation], rewards: Rewards, largest: int) -> dict:
-        """The fields of GramRecord that come from blocks of at most ``largest`` continuations."""
+    def _blocks(self, row: OracleRow, prompt_ids, drawn: list[Continuation], rewards: Rewards, largest: int) -> dict:
+        """The fields of GramRecord that come from the continuations, taken in blocks of at most ``largest``."""
         lengths = np.array([len(continuation.tokens) for continuation in drawn])
         names = sketched_names(self.settings.estimators) if self.settings.sketch_dim else None
         grams, values, moments, sketches, start = [], [], [], [], 0
@@ -194,6 +191,7 @@ class Measurement:
                 moments.append(layer_moments(block.by_module, rewards.total[part]))
         sketch = np.mean(sketches, axis=0) if sketches else None
         return {
+            "lengths": lengths,
             "grams": grams,
             "log_probs": np.concatenate(values),
             "modules": self.gram.modules if moments else None,
@@ -212,7 +210,7 @@ class Measurement:
         alone = [leave_one_out_weights(np.nan_to_num(values[part]), lengths[part]) for values in rewards.components]
         return np.concatenate([weights, alone])
 
-    def _greedy_reward(self, row: Row, prompt_ids: list[int]) -> dict:
+    def _greedy_reward(self, row: OracleRow, prompt_ids: list[int]) -> dict:
         """The fields of GramRecord of the greedy continuation's reward, where an estimator needs it."""
         if "greedy" not in extra_rollouts(self.settings.estimators):
             return {}

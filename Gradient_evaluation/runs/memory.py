@@ -1,11 +1,11 @@
-"""When memory runs out: halve what is done at a time, go on, and keep the smaller size.
+"""When memory runs out: halve the batch, try again, and stay at the smaller size.
 
-    with limited_memory(8.0, device):    # --max_memory: the allocator of CUDA, or the kernel, says no beyond it
+    with limited_memory(8.0, device):    # --max_memory: CUDA's allocator or the kernel refuses more
     batch = Batch("--gen_bs", 256, least=1)
     batch.run(lambda size: sample(..., size), "problems.jsonl, line 7")
 
-No size changes what is measured: a continuation is fixed by its index, and every block of at least four gives unbiased
-estimates.
+The size does not change what is measured: a continuation depends on its index and not on the batch, and every block of at
+least four gives unbiased estimates.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Result = TypeVar("Result")
 
 
 class Batch:
-    """How many continuations are handled at a time.
+    """How many continuations are processed at a time.
 
-    flag: what sets it, for messages; size: now; least: below this there is nothing left to halve.
+    flag: the flag that sets it, for messages. size: the present size. least: the smallest size that is tried.
     """
 
     def __init__(self, flag: str, size: int, least: int):
         self.flag, self.size, self.least = flag, size, least
 
     def run(self, work: Callable[[int], Result], where: str) -> Result:
-        """``work(size)``, from the start with half the size each time it runs out of memory.
+        """What ``work(size)`` returns. When it runs out of memory, it starts again with half the size.
 
-        Says once what it came to. Raises UserError, naming ``where``, when the least size is still too much.
+        A note on stderr says which size worked. Raises UserError, naming ``where``, when the least size is too large.
         """
         asked = self.size
         while True:
@@ -53,7 +53,7 @@ class Batch:
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
-            self._halve(where)  # outside the handler, whose traceback keeps the tensors of the attempt alive
+            self._halve(where)  # outside of except, where the traceback still refers to the tensors of the attempt
         if self.size < asked:
             print(
                 f"note: {where}: out of memory with {asked} continuations at a time ({self.flag}); going on with {self.size}",
@@ -66,14 +66,14 @@ class Batch:
             raise UserError(
                 f"{where}: out of memory with {self.size} continuation{'s' * (self.size > 1)} at a time; "
                 "lower --max_new_tokens, raise --max_memory if it is set, try --gradient_checkpointing, or "
-                "take a larger device"
+                "use a larger device"
             )
         self.size = max(self.least, self.size // 2)
         release_memory()
 
 
 def release_memory() -> None:
-    """Give what a failed attempt left behind back to the system."""
+    """Give the memory of a failed attempt back to the system."""
     gc.collect()
     _libc_call("malloc_trim", 0)
     if torch.cuda.is_available():
@@ -81,20 +81,20 @@ def release_memory() -> None:
 
 
 def tune_allocator(device: torch.device) -> None:
-    """Keep memory in one piece; call it before the model is loaded.
+    """Set the allocator so that memory is not fragmented. Call it before the model is loaded.
 
-    On a CPU the C library gives large temporaries back at once and keeps small ones for what comes next. A block frees
-    and asks for the same pieces a thousand times. Large ones, aligned as torch wants them, seldom fit into the holes they
-    left: a heap of them grew to twice what was in use. Small ones are cheaper kept than asked for again. glibc alone knows
-    the two settings (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD); elsewhere nothing happens.
+    On a CPU, the C library returns large temporaries to the system at once, and reuses the memory of small ones. Measuring
+    a block allocates and frees the same sizes a thousand times. Large temporaries, aligned as torch needs them, seldom fit
+    into the gaps that earlier ones left: a heap with them grew to twice what was in use. For small ones reuse is cheaper.
+    Only glibc has the two settings (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD); with another C library nothing happens.
 
-    On CUDA torch's segments may grow (expandable_segments), unless the environment has settings of its own.
+    On CUDA, torch's segments may grow (expandable_segments), unless the environment has allocator settings of its own.
     """
     if device.type == "cpu":
         _libc_call("mallopt", -3, LARGE)
         _libc_call("mallopt", -1, 2**30)
     elif device.type == "cuda" and sys.platform == "linux" and not any(os.environ.get(name) for name in ALLOCATOR_SETTINGS):
-        with contextlib.suppress(AttributeError, RuntimeError):  # the environment would be read too late: torch is loaded
+        with contextlib.suppress(AttributeError, RuntimeError):  # torch is loaded and reads no environment variable any more
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
@@ -106,10 +106,10 @@ def _libc_call(name: str, *arguments: int) -> None:
 
 @contextlib.contextmanager
 def limited_memory(gib: float | None, device: torch.device) -> Iterator[None]:
-    """While inside, this process takes no more than ``gib`` GiB: of the GPU's memory on CUDA, else of the machine's.
+    """Inside, this process uses at most ``gib`` GiB: of the GPU's memory on CUDA, else of the machine's. None: no limit.
 
-    Enter it with the model loaded. Raises UserError when that already takes more, or the system knows no such limit
-    (on a CPU: Linux does). Without a number there is none.
+    Enter it after the model is loaded. Raises UserError if the model already takes more, or if the system has no such
+    limit (on a CPU only Linux has one).
     """
     if gib is None:
         yield
@@ -125,12 +125,13 @@ def limited_memory(gib: float | None, device: torch.device) -> Iterator[None]:
         return
     status = Path("/proc/self/status")
     if device.type != "cpu" or not status.exists():
-        raise UserError(f"--max_memory: can be had on CUDA and on Linux, not on {device.type} here; leave it out")
+        raise UserError(f"--max_memory: works on CUDA and on Linux, not on {device.type} here; leave it out")
     import resource
 
     kib = {name: int(size) for name, size in re.findall(r"(\w+):\s+(\d+) kB", status.read_text())}
     _check_room(gib, kib["VmRSS"] * 1024)
-    # The limit counts writable private memory, touched or not; what may still come is what the flag leaves.
+    # The kernel limits all writable private memory (VmData), used or not; the flag limits what is used (VmRSS). So VmData may
+    # grow by as much as the flag leaves beyond VmRSS.
     most = int(kib["VmData"] * 1024 + gib * GIB - kib["VmRSS"] * 1024)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (most, before[1]))

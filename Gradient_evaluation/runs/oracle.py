@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -14,23 +13,14 @@ import torch
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
-from Gradient_evaluation.models import (
-    device_line,
-    fingerprint,
-    load_model,
-    load_tokenizer,
-    model_label,
-    resolve_dtype,
-    warn_of_risks,
-    weights_digest,
-)
+from Gradient_evaluation.models import fingerprint, load_tokenizer, model_label, resolve_dtype, warn_of_risks, weights_digest
 from Gradient_evaluation.runs.checks import check_sampler, in_float32
 from Gradient_evaluation.runs.dataset import Row, load_dataset_rows
 from Gradient_evaluation.runs.files import append_row
-from Gradient_evaluation.runs.memory import Batch, limited_memory, tune_allocator
+from Gradient_evaluation.runs.memory import Batch, limited_memory
 from Gradient_evaluation.runs.oracle_table import GRADED, N_LEFT_OUT, V_COMPONENTS, ZERO_ONE, jeffreys_columns
 from Gradient_evaluation.runs.processes import Processes, Progress
-from Gradient_evaluation.runs.prompts import chat_from, run_identity, sampling_law, tokenised
+from Gradient_evaluation.runs.prompts import chat_from, load_policy, run_identity, sampling_law, tokenised
 from Gradient_evaluation.runs.resume import (
     check_fingerprint,
     check_same_weights,
@@ -65,8 +55,8 @@ class Plan(NamedTuple):
     rewards: RunRewards
 
 
-def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Plan:
-    """Check and do all that needs no model. ``held`` takes the lock on the table."""
+def prepare(settings: OracleSettings, dtype: torch.dtype, locks: ExitStack) -> Plan:
+    """Do everything that needs no model, above all the checks. ``locks`` takes the lock on the table."""
     rows = load_dataset_rows(settings.dataset, settings.split)
     rewards = resolve_rewards(settings.reward, settings.reward_weights, settings.reward_timeout)
     check_ground_truths(rows, rewards)
@@ -82,7 +72,7 @@ def prepare(settings: OracleSettings, dtype: torch.dtype, held: ExitStack) -> Pl
         "dtype": str(dtype).split(".")[-1],
     }
     output_folder(settings.out_dir)
-    held.enter_context(only_writer(path))
+    locks.enter_context(only_writer(path))
     finished = {} if settings.overwrite else continue_table(path, identity, rows)
     todo = [(row, prompt_ids) for row, prompt_ids in zip(rows, prompts) if row.prompt_id not in finished]
     return Plan(path, identity, rows, finished, todo, n_long, rewards)
@@ -182,11 +172,7 @@ def begin(plan: Plan, settings: OracleSettings, fingerprints: list[str]) -> None
 
 def measure_all(plan: Plan, settings: OracleSettings, dtype: torch.dtype, processes: Processes) -> None:
     """Measure this process's share of ``plan.todo``. Every row is on disk as soon as it is known."""
-    tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
-    tune_allocator(processes.device)
-    if settings.device == "auto" and processes.is_first and not settings.quiet:
-        print(device_line(processes.device, dtype), file=sys.stderr)
-    model = load_model(settings.model, settings.revision, processes.device, dtype, settings.trust_remote_code)
+    model, tokenizer = load_policy(settings, dtype, processes)
     weights = {"model_fingerprint": fingerprint(model), "weights_digest": weights_digest(settings.model, settings.revision)}
     fingerprints = processes.gather(weights["model_fingerprint"])
     processes.from_first(begin, plan, settings, fingerprints)
@@ -240,9 +226,9 @@ def summarise(table: list[dict], plan: Plan, seconds: float) -> str:
 def run(settings: OracleSettings) -> None:
     """Make the table, or continue it."""
     started = time.monotonic()
-    with Processes(settings.device) as processes, ExitStack() as held:
+    with Processes(settings.device) as processes, ExitStack() as locks:
         dtype = resolve_dtype(settings.dtype, processes.device)
-        plan = processes.from_first(prepare, settings, dtype, held)
+        plan = processes.from_first(prepare, settings, dtype, locks)
         finished = processes.from_first(is_finished, plan, settings)
         if not finished:
             with saved_on_interrupt(plan.path, settings.overwrite, processes.is_first):

@@ -1,9 +1,9 @@
-"""One process or many: ``torchrun --nproc-per-node N script.py ...`` shares the prompts out.
+"""One process or several: with ``torchrun --nproc-per-node N script.py ...`` they share the prompts.
 
-Every process holds the whole model on its own device and takes the next prompt when it is done with the last, so
-that a slow prompt holds up nobody else. Continuations are fixed by seed, prompt and index, so who measures a prompt
-changes nothing. The first process (rank 0) checks the input, tells the others what there is to do, and puts the
-results together. No tensor travels between processes, only the plan and a counter. ``Progress`` is the line on stderr.
+Every process loads the whole model onto its own device. It takes the next prompt when it has finished one, so a slow prompt
+delays no other process. A continuation depends on seed, prompt and index alone, so it does not matter which process measures
+a prompt. The first process (rank 0) checks the input, sends the plan to the others, and collects the results. Only small
+objects such as the plan and a counter are sent, no tensors. ``Progress`` is the progress line on stderr.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tqdm import tqdm
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import resolve_device
 
-PATIENCE = datetime.timedelta(days=30)  # a process may wait for another's slow prompt; a dead one torchrun reports
+PATIENCE = datetime.timedelta(days=30)  # a process may have to wait for a slow prompt of another; torchrun reports a dead one
 
 
 def gpu_identity(device: torch.device) -> tuple[str, str] | None:
@@ -49,8 +49,8 @@ def check_own_gpus(found: Sequence[tuple[str, str] | None]) -> None:
 class Processes:
     """The processes of this run, seen from one of them.
 
-    rank, size: which one this is, of how many; device: torch.device of this process. A context manager: leaving it
-    ends the process group.
+    rank: the number of this process. size: how many there are. device: the torch.device of this process. A context
+    manager: leaving it ends the process group.
     """
 
     def __init__(self, device: str):
@@ -66,7 +66,7 @@ class Processes:
             self.from_first(check_own_gpus, self.gather(gpu_identity(self.device)))
 
     def _join(self) -> None:
-        """gloo on every device: objects travel between processes, tensors never do."""
+        """Join the process group. gloo serves every device, because only objects are sent, no tensors."""
         store, _, _ = next(torch.distributed.rendezvous("env://"))
         torch.distributed.init_process_group("gloo", store=store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
         self._store = torch.distributed.PrefixStore("prompts", store)
@@ -75,7 +75,7 @@ class Processes:
         return self
 
     def __exit__(self, kind, *error) -> None:
-        if self.size > 1 and kind is None:  # after an error torchrun ends the others, which may never answer
+        if self.size > 1 and kind is None:  # after an error the others may never answer; torchrun ends them
             torch.distributed.destroy_process_group()
 
     @property
@@ -83,9 +83,9 @@ class Processes:
         return self.rank == 0
 
     def from_first(self, make: Callable[..., Any], *args) -> Any:
-        """``make(*args)`` of the first process, on every process. What it returns must be picklable.
+        """What ``make(*args)`` returns in the first process, in every process. It must be picklable.
 
-        A UserError there is raised there, and ends the others in silence.
+        A UserError is raised in the first process. The others exit with code 2 and print nothing.
         """
         found: list[Any] = [None]
         if self.is_first:
@@ -102,7 +102,7 @@ class Processes:
         return found[0]
 
     def share(self, items: Sequence) -> Iterator:
-        """Each of ``items`` (the same on every process) in exactly one of the processes, as it gets to them."""
+        """The items that this process takes. ``items`` is the same in every process; each goes to the first that is free."""
         if self.size == 1:
             yield from items
             return
@@ -115,7 +115,7 @@ class Processes:
         return self._together(self._store.add, "done", 1) if self.size > 1 else self._done
 
     def gather(self, value: Any) -> list:
-        """The ``value`` of every process, in order of rank, once all have come here."""
+        """The ``value`` of every process, in order of rank, once all have called this."""
         found = [value] * self.size
         if self.size > 1:
             self._together(torch.distributed.all_gather_object, found, value)
@@ -127,15 +127,14 @@ class Processes:
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0]
             raise UserError(
-                f"process {self.rank} lost the others ({reason}); the first error of this job says why, "
-                "and the same command continues"
+                f"process {self.rank} lost the others ({reason}); see the first error of this job; the same command continues"
             ) from None
 
 
 class Progress:
-    """``12/40 [00:31<01:12, 2.6s/prompt, 410 continuations/s, mean V 0.43]``, on a terminal, by the first process.
+    """The line ``12/40 [00:31<01:12, 2.6s/prompt, 410 continuations/s, mean V 0.43]`` of the first process, on a terminal.
 
-    total, before: prompts in all, and those already measured by an earlier run; name: of the running mean.
+    total: number of prompts. before: how many of them an earlier run has measured. name: of the value whose mean is shown.
     """
 
     def __init__(self, total: int, before: int, name: str, quiet: bool, processes: Processes):
@@ -158,7 +157,7 @@ class Progress:
         self.bar.close()
 
     def done(self, value: float, continuations: int) -> None:
-        """One more prompt: its value for the running mean, and how many continuations each prompt takes."""
+        """Count one more prompt. value: for the running mean. continuations: how many each prompt takes."""
         self.values.append(value)
         count = self.processes.count()
         rate = count * continuations / (time.monotonic() - self.started)

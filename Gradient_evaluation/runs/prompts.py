@@ -1,22 +1,38 @@
-"""The sampling law and the identity of a run, from its flags, and the prompts as the model will read them."""
+"""What both runs make of their flags: the sampling law, the identity, the prompts as token ids, the loaded model."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+import torch
 
 from Gradient_evaluation.chat_template import FLAG, Chat, chat_of
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.models import check_prompt_length, crosses_rope_length, model_label, model_limits
+from Gradient_evaluation.models import (
+    check_prompt_length,
+    crosses_rope_length,
+    device_line,
+    load_model,
+    load_tokenizer,
+    model_label,
+    model_limits,
+)
 from Gradient_evaluation.runs.dataset import Row
+from Gradient_evaluation.runs.memory import tune_allocator
+from Gradient_evaluation.runs.processes import Processes
 from Gradient_evaluation.runs.resume import at_row
 from Gradient_evaluation.runs.rewards import RunRewards
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.stop_strings import check_stop_strings
 from Gradient_evaluation.settings import Settings
 from Gradient_evaluation.utils import format_prompt
+
+AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 def sampling_law(settings: Settings) -> SamplingLaw:
@@ -25,21 +41,23 @@ def sampling_law(settings: Settings) -> SamplingLaw:
 
 
 def chat_from(settings: Settings, tokenizer, earlier: Iterable[Mapping]) -> Chat:
-    """What the chat template is given: the flag's variables, and the date of what the run goes on from.
+    """What the chat template is given: the flag's variables, and the date on which the run began.
 
-    earlier: rows or the identity that an earlier part of this run has left; the first that names a date decides.
+    earlier: rows or the identity that an earlier part of this run has stored. The first date in them is used.
     """
     return chat_of(tokenizer, settings.chat_template_kwargs, (each.get("template_date") for each in earlier))
 
 
 def run_identity(settings: Settings, tokenizer, chat: Chat, rewards: RunRewards) -> dict:
-    """What decides a continuation's distribution and reward, as stored with every row and result.
+    """The settings that the distribution and the reward of a continuation depend on. Every row and result stores them.
 
-    A local model goes by its folder's name, so that a table may move between machines; its weights' fingerprint,
-    stored beside, tells two folders of one name apart.
+    A local model has its folder's name here, so that a table may move between machines. The fingerprint of the weights,
+    which is stored too, tells two folders of the same name apart.
     """
     model = model_label(settings.model) if Path(settings.model).is_dir() else settings.model
-    revision = None if settings.revision == "main" else settings.revision  # as tables have it whose script had no default
+    revision = (
+        None if settings.revision == "main" else settings.revision
+    )  # as in tables of earlier scripts, whose flag had no default
     return {
         "model": model,
         "revision": revision,
@@ -56,17 +74,17 @@ def run_identity(settings: Settings, tokenizer, chat: Chat, rewards: RunRewards)
 
 
 def prompt_format(tokenizer, chat: Chat) -> str:
-    """A short hash of what the tokenizer and its chat template make of a fixed prompt, as string and as messages."""
+    """A short hash of the token ids of a fixed prompt, as a string and as messages: of tokenizer and chat template."""
     text = "What is 12 + 34? Answer with one integer.\n"
     made = [format_prompt(tokenizer, prompt, chat=chat) for prompt in (text, [{"role": "user", "content": text}])]
     return hashlib.sha256(json.dumps(made).encode()).hexdigest()[:16]
 
 
-def tokenised(rows: Sequence[Row], settings: Settings, tokenizer, chat: Chat) -> tuple[list[Row], list[list[int]], int]:
-    """(rows, token ids of their prompts, number left out): before the model is loaded, every prompt is checked.
+def tokenised(rows: Sequence[AnyRow], settings: Settings, tokenizer, chat: Chat) -> tuple[list[AnyRow], list[list[int]], int]:
+    """(rows, token ids of their prompts, number left out). It checks every prompt, before the model is loaded.
 
-    Raises UserError naming the row of a prompt that the tokenizer refuses, or that does not fit the model's context;
-    the latter are left out and counted under --skip_long.
+    Raises UserError, naming the row, for a prompt that the tokenizer refuses, or that is too long for the model's context.
+    Under --skip_long prompts that are too long are left out and counted.
     """
     check_stop_strings(tokenizer, settings.stop)
     if chat.kwargs and all(isinstance(row.prompt, str) for row in rows):
@@ -98,3 +116,17 @@ def tokenised(rows: Sequence[Row], settings: Settings, tokenizer, chat: Chat) ->
             f"{context} with --max_new_tokens {settings.max_new_tokens}; lower that, or shorten them"
         )
     return kept, prompts, len(rows) - len(kept)
+
+
+def load_policy(settings: Settings, dtype: torch.dtype, processes: Processes) -> tuple:
+    """(model, tokenizer) that the flags name. The model is in eval mode on the device of this process.
+
+    The memory allocator is tuned first. Under --device auto the first process prints the device and the dtype.
+    Raises UserError when the model or its tokenizer cannot be loaded.
+    """
+    tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
+    tune_allocator(processes.device)
+    if settings.device == "auto" and processes.is_first and not settings.quiet:
+        print(device_line(processes.device, dtype), file=sys.stderr)
+    model = load_model(settings.model, settings.revision, processes.device, dtype, settings.trust_remote_code)
+    return model, tokenizer

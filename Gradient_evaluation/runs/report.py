@@ -49,7 +49,7 @@ def _mse_table(results: dict) -> list[str]:
 
 
 def _notes(results: dict) -> list[str]:
-    """Why a column of the MSE table is empty, and what a curve below the floor means."""
+    """Why a column of the MSE table is empty, what a curve below the floor means, and what an interval below 0."""
     reasons = {name: results["reasons"].get(f"estimators.{name}.mse") for name in DEFAULT}
     lines = [wrapped(f"note: {name}: {reason}") for name, reason in reasons.items() if reason]
     if left_out := results.get("n_left_out"):
@@ -62,6 +62,14 @@ def _notes(results: dict) -> list[str]:
             wrapped(
                 f"note: {label_of(FLOOR)} is an estimate that errs upward where a prompt has few blocks, so another column may "
                 "come out below it; more blocks (--M) bring it down"
+            )
+        )
+    intervals = [ends for name in DEFAULT for ends in results["estimators"][name]["mse_ci95"] if ends is not None]
+    if any(low < -1e-12 * high for low, high in intervals):
+        lines.append(
+            wrapped(
+                "note: no MSE is below 0; where an interval reaches below 0, the prompts are too few or too different for a "
+                "lower bound; measure more of them (--T)"
             )
         )
     return lines
@@ -173,16 +181,16 @@ def value_text(value: float | None, interval: Sequence[float] | None) -> str:
 # --- the group-size law ---
 
 
-def budget_table(law: dict, budget: int) -> list[dict]:
+def budget_table(group_size_law: dict, budget: int) -> list[dict]:
     """Rows {G, B, continuations, mse, mse_ci95, silent_share} for G = 2, 4, 8, ... with B = budget // G prompts.
 
     mse: predicted MSE of the minibatch gradient, ``mse_times_N`` over the B G continuations really used;
-    silent_share: the share of groups whose rewards are all equal. A value is None where ``law``, the group-size law, has none
+    silent_share: the share of groups whose rewards are all equal. A value is None where the group-size law has none
     (silent_share: where G is above the number of continuations of a prompt). ValueError for a budget below 2.
     """
     if budget < 2:
         raise ValueError(f"a budget must hold one group of 2 continuations, got {budget}")
-    curve, silent, rows = law["curve"], law["silent_share"], []
+    curve, silent, rows = group_size_law["curve"], group_size_law["silent_share"], []
     for i, size in enumerate(silent["G"]):
         if size > budget:
             break
@@ -200,52 +208,53 @@ def budget_table(law: dict, budget: int) -> list[dict]:
     return rows
 
 
-def group_size_report(law: dict, budget: int | None = None) -> str:
+def group_size_report(group_size_law: dict, budget: int | None = None) -> str:
     """The group-size law in a few lines: constants, G*, what another size costs, the noise scale; the table of a budget."""
+    n_prompts = group_size_law["n_prompts"]
     lines = [
-        f"Group-size law over {law['n_prompts']} prompt{'' if law['n_prompts'] == 1 else 's'}: MSE of the GRPO gradient = "
+        f"Group-size law over {n_prompts} prompt{'' if n_prompts == 1 else 's'}: MSE of the GRPO gradient = "
         "(c1 G + c2 + c3/(G-1)) / N for N continuations in groups of G"
     ]
     lines += [
-        f"  {name} = {_number(law, name)}   {what}"
+        f"  {name} = {_number(group_size_law, name)}   {what}"
         for name, what in (("c1", "between prompts"), ("c2", "per continuation"), ("c3", "small groups"))
     ]
-    if law["G_star"] is None:
-        lines.append(f"  no best group size: {law['reasons']['G_star']}")
-        if law.get("G_star_at_least"):
-            lines.append(f"  G* is at least {law['G_star_at_least']:.3g} (one-sided 95%)")
+    if group_size_law["G_star"] is None:
+        lines.append(f"  no best group size: {group_size_law['reasons']['G_star']}")
+        if group_size_law.get("G_star_at_least"):
+            lines.append(f"  G* is at least {group_size_law['G_star_at_least']:.3g} (one-sided 95%)")
     else:
-        bound = law["G_star_paper_bound"]
+        bound = group_size_law["G_star_paper_bound"]
         beside = "" if bound is None else f"   (the paper's bound form sqrt(c3/c1): {bound:.3g})"
-        lines.append(f"  best group size G* = {_number(law, 'G_star', '.3g')}{beside}")
-        if law.get("G_star_may_be_larger"):
-            lines.append(f"  G* may well be larger: c1 is less than 3 standard errors above 0; {at_least(law)}")
-        lines.append(f"  within 10% of the least MSE: {_range(law)}")
-    lines += _relative(law)
-    lines.append(f"  gradient noise scale: {_noise_scale(law)}")
+        lines.append(f"  best group size G* = {_number(group_size_law, 'G_star', '.3g')}{beside}")
+        if group_size_law.get("G_star_may_be_larger"):
+            lines.append(f"  G* may well be larger: c1 is less than 3 standard errors above 0; {at_least(group_size_law)}")
+        lines.append(f"  within 10% of the least MSE: {_range(group_size_law)}")
+    lines += _relative(group_size_law)
+    lines.append(f"  gradient noise scale: {_noise_scale(group_size_law)}")
     if budget is not None:
-        lines += ["", *_table(law, budget)]
+        lines += ["", *_table(group_size_law, budget)]
     return "\n".join(map(wrapped, [*lines, PREDICTION]))
 
 
-def at_least(law: dict) -> str:
+def at_least(group_size_law: dict) -> str:
     """The lower bound that the data support: ``"the data support G* of at least 5.1 (one-sided 95%)"``."""
-    bound = law.get("G_star_at_least")
+    bound = group_size_law.get("G_star_at_least")
     if bound is None:
-        return f"no lower bound ({(law.get('reasons') or {}).get('G_star_at_least', 'not in the results')})"
+        return f"no lower bound ({(group_size_law.get('reasons') or {}).get('G_star_at_least', 'not in the results')})"
     return f"the data support G* of at least {bound:.3g} (one-sided 95%)"
 
 
-def _relative(law: dict) -> list[str]:
+def _relative(group_size_law: dict) -> list[str]:
     """What a wrong size costs: the MSE at each power of two over the least of them, at the same number of continuations."""
-    table = law.get("relative_mse") or {}
+    table = group_size_law.get("relative_mse") or {}
     if table.get("value") is None:
         return []
     lines = [f"  MSE at G over the MSE at G = {table['reference']}, at the same number of continuations [95% interval]:"]
     for size, value, ends in zip(table["G"], table["value"], table["ci95"]):
         lines.append(f"  {size:>5}  {value:.3g}" + ("" if size == table["reference"] else _ends(*ends)))
-    if law.get("almost_best"):
-        low, high = law["almost_best"]
+    if group_size_law.get("almost_best"):
+        low, high = group_size_law["almost_best"]
         sizes = f"G = {low} is" if low == high else f"G = {low} to {high} are"
         lines.append(f"  {sizes} within 10% of the least of these powers of two")
     return lines
@@ -255,38 +264,40 @@ def _ends(low: float | None, high: float | None, form: str = ".3g") -> str:
     return " [{}, {}]".format(*("unbounded" if end is None else f"{end:{form}}" for end in (low, high)))
 
 
-def _number(law: dict, name: str, form: str = ".4g") -> str:
-    if law[name] is None:
-        return f"not computed ({law['reasons'][name]})"
-    interval = law[f"{name}_ci95"]
+def _number(group_size_law: dict, name: str, form: str = ".4g") -> str:
+    if group_size_law[name] is None:
+        return f"not computed ({group_size_law['reasons'][name]})"
+    interval = group_size_law[f"{name}_ci95"]
     if interval is None:
-        return f"{law[name]:{form}} (no interval: {law['reasons'][f'{name}_ci95']})"
-    return f"{law[name]:{form}}{_ends(*interval, form)}"
+        return f"{group_size_law[name]:{form}} (no interval: {group_size_law['reasons'][f'{name}_ci95']})"
+    return f"{group_size_law[name]:{form}}{_ends(*interval, form)}"
 
 
-def _range(law: dict) -> str:
-    if law["within_10_percent"] is None:
-        return f"not computed ({law['reasons']['within_10_percent']})"
-    low, high = law["within_10_percent"]
-    powers = ", ".join(str(power) for power in law["powers_of_two"]) or "none"
+def _range(group_size_law: dict) -> str:
+    if group_size_law["within_10_percent"] is None:
+        return f"not computed ({group_size_law['reasons']['within_10_percent']})"
+    low, high = group_size_law["within_10_percent"]
+    powers = ", ".join(str(power) for power in group_size_law["powers_of_two"]) or "none"
     return f"G = {low} to {high}; powers of two among them: {powers}"
 
 
-def _noise_scale(law: dict) -> str:
-    if law["gradient_noise_scale"] is None:
-        why = law["reasons"]["gradient_noise_scale"]
+def _noise_scale(group_size_law: dict) -> str:
+    if group_size_law["gradient_noise_scale"] is None:
+        why = group_size_law["reasons"]["gradient_noise_scale"]
         return (
-            "not computed, as there is no best group size" if why == law["reasons"].get("G_star") else f"not computed ({why})"
+            "not computed, as there is no best group size"
+            if why == group_size_law["reasons"].get("G_star")
+            else f"not computed ({why})"
         )
     return (
-        f"{_number(law, 'gradient_noise_scale', '.3g')} prompts at G = {law['gradient_noise_scale_G']} (a batch of so "
-        "many has a mean gradient as large as its noise)"
+        f"{_number(group_size_law, 'gradient_noise_scale', '.3g')} prompts at G = "
+        f"{group_size_law['gradient_noise_scale_G']} (a batch of so many has a mean gradient as large as its noise)"
     )
 
 
-def _table(law: dict, budget: int) -> list[str]:
+def _table(group_size_law: dict, budget: int) -> list[str]:
     lines = [f"  at {budget} continuations a step:", f"  {'G':>5} {'B':>5} {'MSE':>10}   {'95% interval':<22} silent"]
-    for row in budget_table(law, budget):
+    for row in budget_table(group_size_law, budget):
         mse = "-" if row["mse"] is None else f"{row['mse']:.4g}"
         interval = "-" if row["mse_ci95"] is None else "[{:.4g}, {:.4g}]".format(*row["mse_ci95"])
         silent = "-" if row["silent_share"] is None else f"{row['silent_share']:.1%}"

@@ -21,8 +21,8 @@ import numpy as np
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.integer_answer import check_integer_ground_truth
 from Gradient_evaluation.runs.by_reward import OTHER_LAYERS, OTHER_SKETCHES, by_reward, mean_given
-from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.files import write_json
+from Gradient_evaluation.runs.oracle_table import OracleRow
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
@@ -210,7 +210,7 @@ NOT_IN_RESULTS = (
 )
 
 
-def finished_results(settings: TracecovSettings, label: str, rows: Sequence[Row]) -> dict | None:
+def finished_results(settings: TracecovSettings, label: str, rows: Sequence[OracleRow]) -> dict | None:
     """The results that the same command has written before, for the same prompts and oracle values; None if there are none.
 
     The flags in ``NOT_IN_RESULTS`` change no number, so they may differ. A missing figure also means: not finished.
@@ -244,19 +244,19 @@ def group_size_law_of(prompts: PromptMoments, notes: Notes, identity: dict, boot
     if all(sketch is not None for sketch in notes.sketches):
         sketches, layout = np.stack(notes.sketches), [SketchPart(*map(int, part)) for part in notes.sketch_layout]
         theta = Sketches(sketches[:, 0], layout, identity.get("sketch_dim") or None)
-    law = group_size_law(prompts, theta, bootstrap)
-    law |= {"sketch_dim": identity.get("sketch_dim") or None, "cosine_to_gradient": {}}
+    entry = group_size_law(prompts, theta, bootstrap)
+    entry |= {"sketch_dim": identity.get("sketch_dim") or None, "cosine_to_gradient": {}}
     if theta is None or sketches.shape[1] == 1:
         if theta is not None and len(identity.get("sketched") or []) > 1:
-            law["reasons"]["cosine_to_gradient"] = OTHER_SKETCHES
-        return law
+            entry["reasons"]["cosine_to_gradient"] = OTHER_SKETCHES
+        return entry
     smallest, largest = min(notes.block_sizes), identity.get("sketched_at") or 0
     if smallest < largest:
         why = f"blocks of {smallest} continuations hold no group of {largest}; raise --block_size"
-        law["reasons"]["cosine_to_gradient"] = why
+        entry["reasons"]["cosine_to_gradient"] = why
     else:
-        law["cosine_to_gradient"] = prompt_averaged_cosines(sketches[:, 1:], notes.sketch_names[1:], theta, bootstrap)
-    return law
+        entry["cosine_to_gradient"] = prompt_averaged_cosines(sketches[:, 1:], notes.sketch_names[1:], theta, bootstrap)
+    return entry
 
 
 def _per_prompt(values, n: int) -> list:

@@ -1,6 +1,7 @@
 """What a run leaves on disk, and how the same command continues it.
 
-The identity of a run is the settings that decide its numbers (model, law, seed, ...), not its paths, batch sizes or device.
+The identity of a run is the settings that its numbers depend on (model, sampling law, seed, ...), not its paths, batch sizes
+or device.
 Every row of a table and every folder of Gram files stores it. A run with another identity stops with an error that names
 the difference.
 """
@@ -165,9 +166,8 @@ def left_rows(table: Path) -> Iterator[dict]:
 def continue_table(table: Path, identity: dict, rows: Sequence[Row]) -> dict[int, dict]:
     """{prompt id: row} of the rows in a table and its parts. Moves the parts into the table.
 
-    Rows of an earlier version get the standard error that rows have
-    now, and a line on stderr says so. Raises UserError for rows made with another identity, or of prompts that are not
-    among ``rows``.
+    Rows of an earlier version get the standard error that rows have now, and a line on stderr says so. Raises UserError
+    for rows made with another identity, or of prompts that are not among ``rows``.
     """
     wanted = {row.prompt_id for row in rows}
     finished: dict[int, dict] = {}

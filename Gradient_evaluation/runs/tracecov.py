@@ -16,25 +16,15 @@ import torch
 
 from Gradient_evaluation.chat_template import Chat
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.models import (
-    device_line,
-    fingerprint,
-    load_model,
-    load_tokenizer,
-    model_label,
-    resolve_dtype,
-    warn_of_risks,
-    weights_digest,
-)
+from Gradient_evaluation.models import fingerprint, load_tokenizer, model_label, resolve_dtype, warn_of_risks, weights_digest
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.by_reward import reweighted
-from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.files import write_json
 from Gradient_evaluation.runs.measure import Measurement, block_sizes, planned_block_size, score_gram
-from Gradient_evaluation.runs.memory import limited_memory, tune_allocator
-from Gradient_evaluation.runs.oracle_table import check_same_law, load_oracle_table, oracle_components
+from Gradient_evaluation.runs.memory import limited_memory
+from Gradient_evaluation.runs.oracle_table import OracleRow, check_same_law, load_oracle_table, oracle_components
 from Gradient_evaluation.runs.processes import Processes, Progress
-from Gradient_evaluation.runs.prompts import chat_from, run_identity, tokenised
+from Gradient_evaluation.runs.prompts import chat_from, load_policy, run_identity, tokenised
 from Gradient_evaluation.runs.report import group_size_report, report
 from Gradient_evaluation.runs.results import finished_results, results_path, versions, write_results
 from Gradient_evaluation.runs.resume import (
@@ -71,7 +61,7 @@ class Chosen(NamedTuple):
     """A prompt that was drawn."""
 
     index: int  # of its row in the oracle table
-    row: Row
+    row: OracleRow
     prompt_ids: list[int]
 
 
@@ -109,7 +99,7 @@ def drawn(n: int, T: int, subsample: int | None, seed: int) -> list[int]:
     return order[:T]
 
 
-def choose_rows(rows: list[Row], settings: TracecovSettings, tokenizer, chat: Chat) -> tuple[list[Chosen], int]:
+def choose_rows(rows: list[OracleRow], settings: TracecovSettings, tokenizer, chat: Chat) -> tuple[list[Chosen], int]:
     """The drawn prompts, and how many rows of the oracle table were too long."""
     index, n_long = {row.prompt_id: i for i, row in enumerate(rows)}, 0
     if settings.skip_long:
@@ -120,8 +110,8 @@ def choose_rows(rows: list[Row], settings: TracecovSettings, tokenizer, chat: Ch
     return [Chosen(index[row.prompt_id], row, prompt_ids) for row, prompt_ids in zip(rows, prompts)], n_long
 
 
-def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> Plan:
-    """Check and do all that needs no model. ``held`` takes the lock on the Gram files."""
+def prepare(settings: TracecovSettings, dtype: torch.dtype, locks: ExitStack) -> Plan:
+    """Do everything that needs no model, above all the checks. ``locks`` takes the lock on the Gram files."""
     sizes = block_sizes(settings.M * settings.K_list[-1], planned_block_size(settings))
     rows = load_oracle_table(settings.oracle_table)
     rewards = resolve_rewards(settings.reward, settings.reward_weights, settings.reward_timeout)
@@ -136,7 +126,7 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, held: ExitStack) -> 
     chosen, n_long = choose_rows(rows, settings, tokenizer, chat)
     identity = {**law, **identity_beside_the_law(settings, sizes), "dtype": str(dtype).split(".")[-1]}
     grams = output_folder(settings.save_json) / "grams"
-    held.enter_context(only_writer(grams))
+    locks.enter_context(only_writer(grams))
     output_folder(grams)
     if not settings.skip_plot:
         output_folder(settings.plot_path)
@@ -210,11 +200,7 @@ def begin(plan: Plan, settings: TracecovSettings, fingerprints: list[str]) -> No
 
 def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, processes: Processes) -> None:
     """Measure this process's share of ``plan.todo``. Every Gram is on disk as soon as it is known."""
-    tokenizer = load_tokenizer(settings.model, settings.revision, settings.trust_remote_code)
-    tune_allocator(processes.device)
-    if settings.device == "auto" and processes.is_first and not settings.quiet:
-        print(device_line(processes.device, dtype), file=sys.stderr)
-    model = load_model(settings.model, settings.revision, processes.device, dtype, settings.trust_remote_code)
+    model, tokenizer = load_policy(settings, dtype, processes)
     fingerprints = processes.gather(fingerprint(model))
     processes.from_first(begin, plan, settings, fingerprints)
     gram = score_gram(model, settings)
@@ -318,9 +304,9 @@ def run(settings: TracecovSettings, draw: Draw) -> None:
         recompute(settings, draw)
         return
     started = time.monotonic()
-    with Processes(settings.device) as processes, ExitStack() as held:
+    with Processes(settings.device) as processes, ExitStack() as locks:
         dtype = resolve_dtype(settings.dtype, processes.device)
-        plan = processes.from_first(prepare, settings, dtype, held)
+        plan = processes.from_first(prepare, settings, dtype, locks)
         with saved_on_interrupt(plan.grams, settings.overwrite, processes.is_first):
             finished = processes.from_first(is_measured, plan, settings)
             if not finished:

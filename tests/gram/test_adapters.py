@@ -122,14 +122,14 @@ def test_a_weight_that_the_file_lacks_is_refused_by_name(weight, tmp_path):
         load_model(adapter, None, CPU, torch.float32)
 
 
-def test_a_weight_of_the_file_that_peft_leaves_unused_is_said(tmp_path, capsys):
+def test_a_weight_of_the_file_that_peft_does_not_use_is_named(tmp_path, capsys):
     adapter = save(tmp_path, KINDS["plain"])
     weights = load_file(f"{adapter}/adapter_model.safetensors")
     save_file(
         {**weights, "base_model.model.model.nowhere.lora_A.weight": torch.zeros(2)}, f"{adapter}/adapter_model.safetensors"
     )
     load_model(adapter, None, CPU, torch.float32)
-    assert "leaves 1 weights of the adapter's file unused (such as base_model.model.model.nowhere" in capsys.readouterr().err
+    assert "does not use 1 weights of the adapter's file (such as base_model.model.model.nowhere" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

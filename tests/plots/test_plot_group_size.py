@@ -1,19 +1,14 @@
 """The group-size figure shows the numbers of the group-size law, marks the best G, refuses bad input in one line."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from results_files import law, results
+from results_files import group_size_law, results
 
 from Gradient_evaluation.errors import UserError
-from plots.group_size import plot_group_size, plot_side_by_side
+from plots.group_size import plot_group_size
 from plots.plot_group_size import main
-
-SCRIPT = Path(__file__).resolve().parents[2] / "plots" / "plot_group_size.py"
 
 
 def lines(ax) -> dict:
@@ -21,7 +16,7 @@ def lines(ax) -> dict:
 
 
 def test_the_curve_its_terms_and_its_band_are_those_of_the_law():
-    made = law()
+    made = group_size_law()
     _, ax = plot_group_size(made, label="base")
     curve, shown = made["curve"], lines(ax)
     assert shown["predicted MSE"] == (curve["G"], curve["mse_times_N"])
@@ -36,7 +31,7 @@ def test_the_curve_its_terms_and_its_band_are_those_of_the_law():
 
 
 def test_best_size_papers_bound_and_range_are_marked():
-    made = law()
+    made = group_size_law()
     _, ax = plot_group_size(made)
     shown = lines(ax)
     marked = {label: x for label, (x, _) in shown.items() if len(x) == 1}
@@ -50,7 +45,7 @@ def test_best_size_papers_bound_and_range_are_marked():
 
 
 def test_with_a_budget_the_axis_is_the_mse_up_to_one_group():
-    made = law()
+    made = group_size_law()
     _, ax = plot_group_size(made, budget=64)
     sizes, values = lines(ax)["predicted MSE"]
     assert sizes[-1] == 64 and values == pytest.approx([v / 64 for v in made["curve"]["mse_times_N"][: len(sizes)]])
@@ -58,7 +53,7 @@ def test_with_a_budget_the_axis_is_the_mse_up_to_one_group():
 
 
 def test_a_law_without_a_best_size_is_drawn_and_says_so():
-    made = law(c1=0.05, spread=0.5)
+    made = group_size_law(c1=0.05, spread=0.5)
     assert made["G_star"] is None
     figure, ax = plot_group_size(made)
     (text,) = [label for label in lines(ax) if label.startswith("G*")]
@@ -68,35 +63,20 @@ def test_a_law_without_a_best_size_is_drawn_and_says_so():
 
 
 def test_a_best_size_that_may_well_be_larger_is_drawn_as_such():
-    made = {**law(), "G_star_may_be_larger": True}
+    made = {**group_size_law(), "G_star_may_be_larger": True}
     assert any(label.startswith("G* =") and label.endswith("may well be larger") for label in lines(plot_group_size(made)[1]))
 
 
 def test_terms_that_are_not_above_zero_are_left_out_and_named():
-    figure, ax = plot_group_size(law(c3=-0.5))
+    figure, ax = plot_group_size(group_size_law(c3=-0.5))
     assert "small groups: c3/(G-1) (not above 0)" in lines(ax)
     figure.draw_without_rendering()
 
 
 def test_a_law_without_intervals_is_drawn_without_a_band():
-    figure, ax = plot_group_size(law(n=3))
+    figure, ax = plot_group_size(group_size_law(n=3))
     assert not ax.collections
     figure.draw_without_rendering()
-
-
-def test_several_laws_are_labelled_panels_side_by_side():
-    _, axes = plot_side_by_side([law(), law(c3=2.0)], ["a", "b"])
-    assert [ax.get_title() for ax in axes] == ["a", "b"]
-    with pytest.raises(UserError, match="2 files, 1 labels"):
-        plot_side_by_side([law(), law()], ["a"])
-
-
-@pytest.mark.parametrize("suffix, start", [("pdf", b"%PDF"), ("png", b"\x89PNG")])
-def test_from_a_results_file_to_a_figure(tmp_path, suffix, start, capsys):
-    source, out = tmp_path / "tracecov_m.json", tmp_path / "new" / f"figure.{suffix}"
-    source.write_text(json.dumps(results(group_size_law=law())))
-    main([str(source), str(source), "--label", "a", "b", "--budget", "256", "--out", str(out)])
-    assert out.read_bytes().startswith(start) and capsys.readouterr().out.strip() == str(out)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +85,10 @@ def test_from_a_results_file_to_a_figure(tmp_path, suffix, start, capsys):
         (None, "holds no group_size_law"),
         ([1], "holds no group_size_law"),
         ({"curve": {"mse_times_N": None}, "reasons": {"curve": "one prompt"}}, "no curve: one prompt"),
-        ({**law(), "curve": {**law()["curve"], "mse_times_N": [-1.0] * 511}}, "no predicted MSE .* above 0"),
+        (
+            {**group_size_law(), "curve": {**group_size_law()["curve"], "mse_times_N": [-1.0] * 511}},
+            "no predicted MSE .* above 0",
+        ),
     ],
 )
 def test_a_law_that_cannot_be_drawn_is_one_line(tmp_path, bad, message):
@@ -114,10 +97,3 @@ def test_a_law_that_cannot_be_drawn_is_one_line(tmp_path, bad, message):
     with pytest.raises(UserError, match=message) as caught:
         main([str(path), "--out", str(tmp_path / "x.png")])
     assert str(caught.value).startswith(str(path)) and "\n" not in str(caught.value)
-
-
-def test_from_the_shell_an_error_is_one_line_and_exit_code_two(tmp_path):
-    (tmp_path / "old.json").write_text(json.dumps(results()))
-    for arguments in (["none.json", "--out", "x.pdf"], ["old.json", "--out", "x.pdf"], ["old.json"]):
-        done = subprocess.run([sys.executable, str(SCRIPT), *arguments], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,58 +1,27 @@
 """The traces by module are drawn over depth, add up to the MSE, and stay legible for a deep model."""
 
-import json
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from matplotlib.text import Text
 from results_files import deep, results
+from scripts import ROOT, call, read
 
-from Gradient_evaluation import cli, run_tracecov
+from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.errors import UserError
 from plots.plot_layers import MAX_KINDS, Position, plot_layers, plot_module_kinds, positions_of, shortest_names
 from plots.style import CURVES
 
-MODEL = Path(__file__).resolve().parents[2] / "data" / "tiny_model"
+MODEL = ROOT / "data" / "tiny_model"
 
 
 @pytest.fixture(scope="module")
 def by_layer(small_run, tmp_path_factory):
     """The results of a run with --by_layer on the shipped tiny model: six prompts, K = 4 and 8."""
     folder = tmp_path_factory.mktemp("layers")
-    flags = [
-        "--model",
-        MODEL,
-        "--max_new_tokens",
-        8,
-        "--device",
-        "cpu",
-        "--dtype",
-        "float32",
-        "--oracle_table",
-        small_run / "oracle_v_n50_tiny_model.jsonl",
-        "--T",
-        6,
-        "--M",
-        1,
-        "--K_list",
-        4,
-        8,
-        "--by_layer",
-        "--sketch_dim",
-        0,
-        "--save_json",
-        folder,
-        "--skip_plot",
-        "--quiet",
-    ]
-    argv, sys.argv = sys.argv, [run_tracecov.__file__, *map(str, flags)]
-    try:
-        cli.run(run_tracecov.main)
-    finally:
-        sys.argv = argv
-    return json.loads((folder / "tracecov_tiny_model.json").read_text())
+    table = ("--oracle_table", small_run / "oracle_v_n50_tiny_model.jsonl", "--save_json", folder, "--model", MODEL)
+    flags = "--max_new_tokens 8 --device cpu --dtype float32 --T 6 --M 1 --K_list 4 8 --by_layer --sketch_dim 0 --skip_plot"
+    assert call(run_tracecov, *table, *flags.split())[0] == 0
+    return read(folder / "tracecov_tiny_model.json")
 
 
 def points(ax) -> dict:
@@ -85,28 +54,17 @@ def test_the_points_of_an_estimator_add_up_to_its_mse(by_layer, K):
     assert f"K = {K}" in ax.get_ylabel() and "n = 6 prompts" in ax.get_xlabel()
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "oracleV"])
-def test_kinds_of_module_and_the_rest_add_up_to_the_mse(estimator):
+def test_kinds_of_module_and_the_rest_add_up_to_the_mse():
     made = deep()
-    _, ax = plot_module_kinds(made, 8, estimator=estimator)
+    _, ax = plot_module_kinds(made, 8)
     total = sum(y for curve in points(ax).values() for y in curve.values())
-    assert total == pytest.approx(sum(made["by_layer"]["trace_cov"][estimator][1]))
-    assert CURVES[estimator].label in ax.get_ylabel()
+    assert total == pytest.approx(sum(made["by_layer"]["trace_cov"]["grpo"][1])) and "GRPO" in ax.get_ylabel()
 
 
 def test_largest_kinds_have_own_curves_and_the_rest_one(by_layer):
     labels = list(points(plot_module_kinds(deep(), 4)[1]))
-    assert labels == [
-        "v_proj",
-        "q_proj",
-        "q_norm",
-        "o_proj",
-        "k_proj",
-        "post_attention_layernorm",
-        "4 smaller kinds",
-        "outside the layers",
-    ]
-    assert len(labels) == MAX_KINDS + 1
+    own = ["v_proj", "q_proj", "q_norm", "o_proj", "k_proj", "post_attention_layernorm"]
+    assert labels == [*own, "4 smaller kinds", "outside the layers"] and len(labels) == MAX_KINDS + 1
     measured = list(points(plot_module_kinds(by_layer, 4)[1]))  # nine kinds
     assert len(measured) == MAX_KINDS + 1 and measured[-2:] == ["3 smaller kinds", "outside the layers"]
 
@@ -123,24 +81,16 @@ def test_any_number_of_layers_is_legible(draw, n_layers):
 
 
 def test_positions_are_read_from_the_names_of_any_kind_of_model():
-    names = [
-        "transformer.wte",
-        "transformer.h.0.attn.c_proj",
-        "transformer.h.11.mlp.c_proj",
-        "transformer.h.11.mlp.experts.3.w1",
-        "transformer.h.11",
-        "visual.blocks.4.norm",
-        "lm_head",
-    ]
-    assert positions_of(names) == [
-        Position(None, "transformer.wte"),
-        Position(0, "attn.c_proj"),
-        Position(11, "mlp.c_proj"),
-        Position(11, "mlp.experts.w1"),
-        Position(11, "layer"),
-        Position(None, "visual.blocks"),
-        Position(None, "lm_head"),
-    ]
+    expected = {
+        "transformer.wte": Position(None, "transformer.wte"),
+        "transformer.h.0.attn.c_proj": Position(0, "attn.c_proj"),
+        "transformer.h.11.mlp.c_proj": Position(11, "mlp.c_proj"),
+        "transformer.h.11.mlp.experts.3.w1": Position(11, "mlp.experts.w1"),
+        "transformer.h.11": Position(11, "layer"),
+        "visual.blocks.4.norm": Position(None, "visual.blocks"),
+        "lm_head": Position(None, "lm_head"),
+    }
+    assert positions_of(list(expected)) == list(expected.values())
     assert positions_of(["theta"]) == [Position(None, "theta")]
     short = shortest_names(["attn.c_proj", "mlp.c_proj", "mlp.experts.w1", "self_attn.q_proj.lora_A.default"])
     assert list(short.values()) == ["attn.c_proj", "mlp.c_proj", "w1", "default"]
@@ -148,12 +98,8 @@ def test_positions_are_read_from_the_names_of_any_kind_of_model():
 
 @pytest.mark.parametrize("draw", [plot_layers, plot_module_kinds])
 def test_a_model_without_repeated_layers_is_drawn(draw):
-    figure, ax = draw(
-        results(
-            by_layer={"modules": ["a", "b"], "trace_cov": {name: [[1.0, -2.0]] * 3 for name in ("naive", "grpo", "oracleV")}}
-        ),
-        4,
-    )
+    traces = {name: [[1.0, -2.0]] * 3 for name in ("naive", "grpo", "oracleV")}
+    figure, ax = draw(results(by_layer={"modules": ["a", "b"], "trace_cov": traces}), 4)
     figure.draw_without_rendering()
     assert [text.get_text() for text in ax.get_xticklabels()] == ["a", "b"]
     values = list(next(iter(points(ax).values())).values())

@@ -12,28 +12,34 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.text import Text
-from results_files import deep, law, notes, results
+from results_files import deep, group_size_law, notes, results
 
+from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.results import describe, describe_each
 from Gradient_evaluation.stats.estimators import label_of
+from plots import plot_group_size as group_size_command
+from plots import plot_tracecov as tracecov_command
 from plots.group_size import plot_group_size
 from plots.measurement import load_measurement
 from plots.plot_estimators import plot_any_group_size, plot_estimators, plot_ratio
 from plots.plot_layers import plot_layers, plot_module_kinds
-from plots.plot_prompts import plot_prompt_traces, plot_variance_shares
-from plots.plot_scores import plot_best_baselines, plot_on_policy_check, plot_score_norms
-from plots.plot_tracecov import main
+from plots.plot_prompts import (
+    plot_best_baselines,
+    plot_on_policy_check,
+    plot_prompt_traces,
+    plot_score_norms,
+    plot_variance_shares,
+)
 from plots.plot_training import plot_by_group_size, plot_by_step
-from plots.style import COLOURS, COLUMN, CURVES, new_figure, numbered, save_figure
-from plots.tracecov import plot_by_estimator, plot_compared, plot_tracecov
+from plots.style import COLOURS, COLUMN, CURVES, new_figure, numbered, save_figure, side_by_side
+from plots.tracecov import plot_by_estimator, plot_tracecov
 from plots.training_logs import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = [Run(f"g{size}_seed{seed}", size, seed, {0: 0.1, 9: 0.3 + seed / 9}) for size in (4, 8) for seed in (0, 1)]
 PICTURES = {
     "plot_tracecov": lambda m, ax: plot_tracecov(m.results, ax=ax, label="m"),
-    "plot_compared": lambda m, ax: plot_compared([m.results, m.results], "grpo", ax=ax, labels=["a", "b"]),
-    "plot_group_size": lambda m, ax: plot_group_size(law(), ax=ax, label="m"),
+    "plot_group_size": lambda m, ax: plot_group_size(group_size_law(), ax=ax, label="m"),
     "plot_prompt_traces": lambda m, ax: plot_prompt_traces(m, 4, ax=ax),
     "plot_variance_shares": lambda m, ax: plot_variance_shares(m, 4, ax=ax),
     "plot_ratio": lambda m, ax: plot_ratio(m, ax=ax),
@@ -82,12 +88,6 @@ def test_alone_it_is_one_column_wide_legible_and_names_n(draw):
     assert "n = " in words and ax.get_ylabel() + "".join(t.get_text() for t in ax.get_yticklabels())
 
 
-@pytest.mark.slow
-def test_it_is_written_as_vector_graphics_and_as_pixels(draw, tmp_path):
-    for suffix, start in (("pdf", b"%PDF"), ("svg", b"<?xml"), ("png", b"\x89PNG")):
-        assert save_figure(draw()[0], tmp_path / f"a.{suffix}").read_bytes().startswith(start)
-
-
 def test_curves_of_one_legend_differ_in_grey(draw):
     _, ax = draw()
     looks = []
@@ -111,6 +111,7 @@ def lightness(colour: str) -> float:
 def test_colours_are_okabe_and_itos_and_readable_on_white():
     okabe_ito = {"#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7"}
     assert {look.colour for look in CURVES.values()} | set(COLOURS) <= okabe_ito
+    assert len({look.colour for look in CURVES.values()}) == len(CURVES)
     assert all(lightness(colour) < 75 for colour in COLOURS)
     looks = [numbered(number)[1:] for number in range(28)]
     assert all(a != b for a, b in itertools.combinations(looks, 2))
@@ -143,9 +144,8 @@ def odd_modules() -> dict:
     [
         lambda: plot_tracecov(with_odd_reasons(), label="$x_{$"),
         lambda: plot_tracecov(of(ODD[0], stop=["$x_{$", "\\$"]), label="odd", log_y=True),
-        lambda: plot_compared([of(name) for name in ODD], "grpo"),
         lambda: plot_by_estimator([of(name, stop=[name]) for name in ODD], labels=list(ODD)),
-        lambda: plot_group_size(law(), label=ODD[0]),
+        lambda: plot_group_size(group_size_law(), label=ODD[0]),
         lambda: plot_layers(odd_modules(), 4),
         lambda: plot_module_kinds(odd_modules(), 4),
         lambda: plot_by_step(odd_runs()),
@@ -164,7 +164,7 @@ def test_output_that_cannot_be_printed_is_one_line(tmp_path):
     code = "from Gradient_evaluation.cli import run; run(lambda: print('a'))"
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith("error: what is printed")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and done.stderr.startswith("error: standard output")
 
 
 def test_a_name_with_a_leading_underscore_is_in_the_legend():
@@ -174,20 +174,8 @@ def test_a_name_with_a_leading_underscore_is_in_the_legend():
 
 def of(model="org/base", temperature=1.0, **more) -> dict:
     table = more.pop("table", "outputs/zero_shot/oracle.jsonl")
-    return results(
-        law={
-            "model": model,
-            "temperature": temperature,
-            "top_p": 0.95,
-            "top_k": 0,
-            "stop": [],
-            "scoring": "exact",
-            "max_new_tokens": 32,
-            "seed": 0,
-            **more,
-        },
-        config={"oracle_table": table},
-    )
+    law = {"model": model, "temperature": temperature, "top_p": 0.95, "top_k": 0, "stop": [], "scoring": "exact"}
+    return results(law={**law, "max_new_tokens": 32, "seed": 0, **more}, config={"oracle_table": table})
 
 
 @pytest.mark.parametrize(
@@ -213,6 +201,36 @@ def test_compared_results_are_described_by_differences():
     assert len(set(describe_each([of(), of("org/instruct")]))) == 2
 
 
+@pytest.mark.parametrize("draw, made", [(plot_tracecov, results()), (plot_group_size, group_size_law())])
+def test_several_results_are_labelled_panels_side_by_side(draw, made):
+    figure, axes = side_by_side(draw, [made, made], ["base", "few-shot"], height=3)
+    assert [ax.get_title() for ax in axes] == ["base", "few-shot"] and list(figure.axes) == list(axes)
+    with pytest.raises(UserError, match="2 files, 1 labels"):
+        side_by_side(draw, [made, made], ["base"], height=3)
+
+
+@pytest.mark.parametrize(
+    "command, flags, suffix, start",
+    [
+        (tracecov_command, ["--log_y"], "pdf", b"%PDF"),
+        (tracecov_command, ["--by_estimator"], "svg", b"<?xml"),
+        (group_size_command, ["--budget", "256"], "png", b"\x89PNG"),
+    ],
+)
+def test_a_command_writes_the_figure_that_it_names(tmp_path, command, flags, suffix, start, capsys):
+    source, out = tmp_path / "tracecov_m.json", tmp_path / "new" / f"figure.{suffix}"
+    source.write_text(json.dumps({**of(), "group_size_law": group_size_law()}))
+    command.main([str(source), str(source), "--label", "a", "b", "--out", str(out), *flags])
+    assert out.read_bytes().startswith(start) and capsys.readouterr().out.strip() == str(out)
+
+
+@pytest.mark.parametrize("flags", ["none.json --out x.pdf", "old.json --out x.pdf --lo", "none.json"])
+@pytest.mark.parametrize("script", ["plot_tracecov", "plot_group_size", "plot_training"])
+def test_an_error_of_a_command_is_one_line_and_exit_code_two(script, flags):
+    done = subprocess.run([sys.executable, f"plots/{script}.py", *flags.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
 SHOWN = ("naive", "grpo", "oracleV", "best_baseline")
 
 
@@ -228,8 +246,6 @@ def test_compared_results_share_a_legend_of_model_and_law():
         expected = of()["conditional_on_x"].get(name, of()["best_baseline"])
         assert [list(c.lines[0].get_ydata()) for c in ax.containers] == [expected] * 2
     assert len({ax.get_ylim() for ax in axes}) == 1
-    _, ax = plot_tracecov(of(), label="zero-shot")
-    assert ax.get_legend().get_title().get_text() == "base\ntemperature 1, top_p 0.95"
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -262,11 +278,3 @@ def test_every_picture_calls_an_estimator_by_the_same_name(measured):
     ticks = {text.get_text() for text in plot_estimators(measured)[1].get_yticklabels()}
     assert names <= ticks and not set(CURVES) & ticks
     assert [label_of(name) for name in ("naive", "opo")] == ["vanilla", "opo"]
-
-
-def test_from_the_shell_by_estimator(tmp_path, capsys):
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.json").write_text(json.dumps(of(name)))
-    out = tmp_path / "both.svg"
-    main([str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--by_estimator", "--label", "x", "y", "--out", str(out)])
-    assert out.exists() and capsys.readouterr().out.strip() == str(out)

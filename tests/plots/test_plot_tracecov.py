@@ -1,21 +1,14 @@
 """The figure shows the results file's numbers, leaves matplotlib's state alone, refuses bad input in one line."""
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from results_files import notes, results
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.results import load_results
-from plots.plot_tracecov import main
 from plots.style import CURVES, save_figure, short_lines
-from plots.tracecov import plot_side_by_side, plot_tracecov
+from plots.tracecov import plot_tracecov
 
-SCRIPT = Path(__file__).resolve().parents[2] / "plots" / "plot_tracecov.py"
 FLOOR = CURVES["best_baseline"].label
 
 
@@ -41,11 +34,6 @@ def test_every_curve_is_drawn_with_its_values_and_intervals():
     assert list(shown[FLOOR][1]) == [3.0, 1.5, 0.75]
     assert ax.get_xscale() == "log" and ax.get_xaxis().get_transform().base == 2
     assert "500 prompts, 128,000 continuations" in ax.get_xlabel() and ax.get_title() == "base"
-
-
-def test_curves_differ_in_colour_marker_and_line():
-    for field in ("colour", "marker", "line", "label"):
-        assert len({getattr(look, field) for look in CURVES.values()}) == len(CURVES)
 
 
 def test_missing_curves_are_named_below_the_axis():
@@ -100,22 +88,6 @@ def test_an_interval_that_leaves_out_its_value_is_drawn():
     plot_tracecov(results(best_baseline_ci95=[[3.2, 3.5], [1.0, 1.4], [0.5, 1.0]]))
 
 
-def test_several_results_are_labelled_panels_side_by_side():
-    figure, axes = plot_side_by_side([results(), results()], ["base", "few-shot"])
-    assert [ax.get_title() for ax in axes] == ["base", "few-shot"] and list(figure.axes) == list(axes)
-    with pytest.raises(UserError, match="2 files, 1 labels"):
-        plot_side_by_side([results(), results()], ["base"])
-
-
-@pytest.mark.parametrize("suffix, start", [("pdf", b"%PDF"), ("svg", b"<?xml"), ("png", b"\x89PNG")])
-def test_the_suffix_chooses_the_format_and_folders_are_made(tmp_path, suffix, start, capsys):
-    source, out = tmp_path / "tracecov_m.json", tmp_path / "new" / f"figure.{suffix}"
-    source.write_text(json.dumps(results()))
-    main([str(source), str(source), "--label", "a", "b", "--out", str(out), "--log_y"])
-    assert out.read_bytes().startswith(start)
-    assert capsys.readouterr().out.strip() == str(out)
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -163,9 +135,3 @@ def test_a_figure_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError):
         save_figure(figure, path)
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
-
-
-def test_from_the_shell_an_error_is_one_line_and_exit_code_two(tmp_path):
-    for extra in (["--out", "x.pdf"], ["--out", "x.pdf", "--lo"], []):
-        done = subprocess.run([sys.executable, str(SCRIPT), "none.json", *extra], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1

@@ -1,19 +1,14 @@
 """The figure shows the accuracies of the logs, with Student's intervals over seeds."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from Gradient_evaluation.errors import UserError
-from plots.plot_training import main, mean_over_seeds, plot_by_group_size, plot_by_step, plot_training, summarise
-from plots.style import new_figure
+from plots.plot_training import main, mean_over_seeds, plot_by_group_size, plot_training, summarise
 from plots.training_logs import Run, load_runs
-from Policy_Optimization.sweep_manifest import make_plan, write_manifest
+from Policy_Optimization.sweep import make_plan, write_manifest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "plots" / "plot_training.py"
 METRIC = "val-core/arithmetic/acc/mean@1"
 CURVE = {0: 0.25, 5: 0.5, 10: 0.625}
 
@@ -36,8 +31,8 @@ def test_a_run_without_accuracy_shows_its_reward(tmp_path):
     path = jsonl(tmp_path / "g16_seed3.jsonl", metric="val-core/custom/reward/mean@4")
     runs = load_runs(path)
     assert runs == [Run("g16_seed3", 16, 3, CURVE, "reward")]
-    assert plot_by_step(runs)[1].get_ylabel() == "validation reward"
-    assert plot_by_group_size(runs)[1].get_ylabel() == "final validation reward"
+    _, axes = plot_training(runs)
+    assert [ax.get_ylabel() for ax in axes] == ["validation reward", "final validation reward"]
 
 
 def test_attempts_are_joined_and_the_later_one_counts(tmp_path):
@@ -87,6 +82,8 @@ def test_one_seed_has_no_interval_no_size_no_right_panel():
     assert not axes[0].collections and len(axes) == 2
     _, axes = plot_training([Run("mine", None, None, CURVE)])
     assert len(axes) == 1 and axes[0].lines[0].get_label() == "mine"
+    with pytest.raises(UserError, match="no run has a known G"):
+        plot_by_group_size([Run("mine", None, None, CURVE)])
 
 
 def test_only_shared_steps_are_averaged():
@@ -100,17 +97,6 @@ def test_the_last_validations_are_averaged():
     runs = [Run("a", 4, 0, CURVE)]
     (_, axes), summary = plot_training(runs, last=2), summarise(runs, last=2)
     assert summary["accuracy_by_group_size"][4][0] == pytest.approx(0.5625) and "last 2" in axes[1].get_ylabel()
-
-
-def test_each_panel_is_drawn_on_a_given_ax():
-    figure, (first, second, third) = new_figure(3)
-    runs = [Run("a", 4, 0, CURVE), Run("b", 8, 0, CURVE)]
-    assert plot_by_step(runs, ax=third) == (figure, third) and plot_by_group_size(runs, ax=first) == (figure, first)
-    assert third.lines and first.containers and not second.lines
-    figure, axes = plot_training(runs, axes=[second, third])
-    assert figure is first.get_figure() and second.lines
-    with pytest.raises(UserError, match="no run has a known G"):
-        plot_by_group_size([Run("mine", None, None, CURVE)])
 
 
 def test_runs_of_train_group_sizes_are_read(tmp_path):
@@ -153,8 +139,6 @@ def test_a_run_folder_without_a_jsonl_is_one_line(tmp_path):
         ("a.jsonl", '{"step": 1, "data": {"x": 1}}\n', "holds no validation accuracy"),
         ("a.jsonl", json.dumps({"step": 1, "data": {METRIC: 1, "val-core/b/acc/mean@1": 1}}) + "\n", "with --metric"),
         ("a.log", "step:5 - x:1", "is no JSONL of VERL's file logger; train with .file. in trainer.logger"),
-        ("a.csv", "Step,run - loss\n1,2\n", "is no JSONL of VERL's file logger"),
-        ("a.wandb", "text", "is no JSONL of VERL's file logger"),
         ("results.json", "{}", "give the manifest.json of a sweep"),
         ("manifest.json", '{"runs": [{"run_dir": "a"}]}', "is no manifest of sweep_group_size.sh; remove it"),
         ("folder", {}, "is no run folder"),
@@ -169,9 +153,3 @@ def test_bad_input_is_one_line(tmp_path, name, content, message):
     with pytest.raises(UserError, match=message) as error:
         load_runs(path)
     assert "\n" not in str(error.value)
-
-
-def test_the_script_exits_2_with_one_line(tmp_path):
-    command = [sys.executable, SCRIPT, "absent", "--out", "f.pdf"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1

@@ -6,19 +6,17 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from results_files import deep
+from results_files import deep, law
 from results_files import results as made_up
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.report import WIDTH, group_size_report, report, value_text, wrapped
 from Gradient_evaluation.runs.results import in_one_line
-from plots.make_report import main
+from plots.make_report import NOTEBOOK, execute, main, sections_of, to_html
 from plots.notebook import group_size_in_words, headline, mse_by_estimator, mse_table, picture, setting, settings
-from plots.report_page import NOTEBOOK, execute, sections_of, to_html
 from plots.style import new_figure
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,8 +47,7 @@ def test_the_notebook_holds_no_outputs_and_says_which_kernel():
 
 
 def test_cells_are_short_and_pictures_explained():
-    before = ""
-    pictures = 0
+    before, pictures = "", 0
     for cell in cells():
         if cell["cell_type"] == "markdown":
             before = source(cell)
@@ -83,25 +80,18 @@ def full(small_run, tmp_path_factory):
     results = folder / "tracecov_tiny_model.json"
     second = json.loads((small_run / "tracecov_tiny_model.json").read_text())
     layers = {**deep()["by_layer"], "trace_cov_ci95": {}}  # of K = 4, 8, 16; the run is of 2, 4, 8
-    results.write_text(json.dumps({**second, "by_layer": layers}))
+    results.write_text(json.dumps({**second, "by_layer": layers, "group_size_law": law()}))
     (folder / "grams").symlink_to(small_run / "grams")
     second["law"]["temperature"] = 0.5
     (folder / "tracecov_cooler.json").write_text(json.dumps(second))
-    return execute(
-        {"RESULTS": str(results), "COMPARE": str(folder / "tracecov_cooler.json"), "TRAINING": str(folder / "group_sizes.json")}
-    )
+    more = {"COMPARE": str(folder / "tracecov_cooler.json"), "TRAINING": str(folder / "group_sizes.json")}
+    return execute({"RESULTS": str(results), **more})
 
 
 def test_on_a_whole_run_every_picture_is_drawn_and_described(full):
-    shown = images(full)
-    law_is_known = "group_size_law" not in printed(full)
-    assert len(shown) == 11 + law_is_known
-    assert all(out["metadata"]["image/png"]["alt"] for out in shown)
-    said = printed(full)
-    assert "not computed: greedy: " in said
-    assert [line for line in said.splitlines() if line.startswith("not shown")] == (
-        [] if law_is_known else [line for line in said.splitlines() if "group_size_law" in line]
-    )
+    shown, said = images(full), printed(full)
+    assert len(shown) == 12 and all(out["metadata"]["image/png"]["alt"] for out in shown)
+    assert "not computed: greedy: " in said and "not shown" not in said
 
 
 @pytest.fixture(scope="module")
@@ -150,9 +140,8 @@ def test_whole_page_has_no_closing_line_and_no_hints(full):
     page = words(to_html(full, "title"))
     for hint in ("COMPARE", "TRAINING", "Several results beside each other (", "Training (", "Where in the network? ("):
         assert hint not in page
-    law_is_missing = "group_size_law" in page
-    assert to_html(full, "title").count("<h2") == len(sections_of(cells(full))) - 1 - law_is_missing
-    assert ("Not in this report" in page) == law_is_missing
+    assert to_html(full, "title").count("<h2") == len(sections_of(cells(full))) - 1
+    assert "Not in this report" not in page
 
 
 def test_hint_is_cut_from_the_page_not_the_notebook(full):
@@ -168,8 +157,8 @@ def test_title_and_the_only_first_heading_are_those_given(full):
     page = to_html(full, "m (temperature 1)")
     assert re.findall(r"<h1[^>]*>(.*?)</h1>", page, re.DOTALL) == ["m (temperature 1)"]
     assert "<title>m (temperature 1)</title>" in page
-    law = {"model": "org/a$b", "temperature": 1.0, "top_p": 0.95}
-    assert in_one_line(made_up(law=law), "x") == "a$b (temperature 1, top_p 0.95)"
+    made = made_up(law={"model": "org/a$b", "temperature": 1.0, "top_p": 0.95})
+    assert in_one_line(made, "x") == "a$b (temperature 1, top_p 0.95)"
     assert (in_one_line(made_up(law={"model": "m"}), "x"), in_one_line(made_up(), "x")) == ("m", "x")
 
 
@@ -234,8 +223,16 @@ def test_a_curve_below_the_floor_is_explained(small_run):
     assert "1 prompt," in report({**results, "n_prompts": 1})
 
 
+def test_an_interval_of_an_mse_below_zero_is_explained(small_run):
+    results = json.loads((small_run / "tracecov_tiny_model.json").read_text())
+    for low, said in ((-0.5, True), (-1e-15, False), (0.1, False)):
+        for found in results["estimators"].values():
+            found["mse_ci95"] = [[low, 1e9], None, [0.1, 1e9]]
+        assert ("no MSE is below 0" in report(results)) == said
+
+
 @pytest.mark.parametrize(
-    "law, words",
+    "found, words",
     [
         (
             {"G_star": 5.84, "G_star_ci95": [4.84, None], "within_10_percent": [4, 10], "powers_of_two": [4, 8]},
@@ -246,7 +243,6 @@ def test_a_curve_below_the_floor_is_explained(small_run):
             "G* = 3; G = 3 to 3 are within 10% of the least MSE (powers of two among them: none)",
         ),
         ({"G_star": 3.0}, "G* = 3"),
-        ({"G_star": None, "reasons": {"G_star": "c1 is not above 0"}}, "not computed (c1 is not above 0)"),
         (
             {"G_star": None, "reasons": {"G_star": "no reward ever differed"}, "almost_best": None, "G_star_at_least": None},
             "not computed (no reward ever differed)",
@@ -264,8 +260,8 @@ def test_a_curve_below_the_floor_is_explained(small_run):
         (None, "not computed (the results hold no group-size law)"),
     ],
 )
-def test_the_best_group_size_is_said_in_words(law, words):
-    assert group_size_in_words(law) == f"best group size to train with: {words}"
+def test_the_best_group_size_is_said_in_words(found, words):
+    assert group_size_in_words(found) == f"best group size to train with: {words}"
 
 
 def test_best_group_size_comes_first_in_large_letters(full, bare):
@@ -314,54 +310,31 @@ def test_a_damaged_gram_is_one_line_that_names_the_file(small_run, tmp_path):
     assert "\n" not in str(caught.value) and not list(folder.glob("*.html"))
 
 
-def stub_environment(folder: Path) -> Path:
-    """A copy of what make needs, whose .venv is this Python."""
-    for name in ("Makefile", "requirements.txt"):
-        shutil.copy(ROOT / name, folder)
-    for name in ("plots", "Gradient_evaluation", "Policy_Optimization", "data"):
-        (folder / name).symlink_to(ROOT / name)
-    binaries = folder / ".venv" / "bin"
-    binaries.mkdir(parents=True)
-    (binaries / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    (binaries / "python").chmod(0o755)
-    (folder / ".venv" / "installed").touch()
-    return folder
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_report_of_a_missing_file_is_one_line_and_fails(tmp_path):
-    folder = stub_environment(tmp_path)
-    done = subprocess.run(["make", "report", "RESULTS=missing.json"], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stdout == ""
-    ours = [line for line in done.stderr.splitlines() if not line.startswith("make")]
-    assert ours == ["error: missing.json: no such file; give a tracecov_*.json written by run_tracecov.py"]
-
-
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_report_takes_any_path_and_several_in_quotes(tmp_path):
-    folder = stub_environment(tmp_path)
-    (folder / ".venv" / "bin" / "python").write_text('#!/bin/sh\nshift\nprintf "%s\\n" "$@"\n')
+    python = tmp_path / ".venv" / "bin" / "python"  # prints what it is given
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nshift\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
     odd = "a b'c\"d$e#f%g:\u4e2d.json"
-    (folder / odd).touch()
+    for name in (odd, "requirements.txt", ".venv/installed"):
+        (tmp_path / name).touch()
+    shutil.copy(ROOT / "Makefile", tmp_path)
     for given, reported in (
         (odd, [odd]),
         ("x.json y.json", ["x.json", "y.json"]),
         ("'x y.json' z.json", ["x y.json", "z.json"]),
     ):
-        done = subprocess.run(["make", "report", f"RESULTS={given}"], cwd=folder, capture_output=True, text=True)
+        done = subprocess.run(["make", "report", f"RESULTS={given}"], cwd=tmp_path, capture_output=True, text=True)
         assert (done.returncode, done.stdout.splitlines()) == (0, reported), done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-def test_make_report_writes_it_beside_the_results(small_run, tmp_path):
-    folder = stub_environment(tmp_path)
-    results = tmp_path / "mine" / "tracecov_tiny_model.json"
-    shutil.copytree(small_run, results.parent)
-    done = subprocess.run(["make", "report", f"RESULTS={results}"], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [str(results.parent / "report_tiny_model.html")]
-    assert (results.parent / "report_tiny_model.html").stat().st_size > 100_000
+def test_the_report_is_written_beside_the_results(small_run, tmp_path, capsys):
+    shutil.copytree(small_run, tmp_path / "mine")
+    main([str(tmp_path / "mine" / "tracecov_tiny_model.json")])
+    written = tmp_path / "mine" / "report_tiny_model.html"
+    assert capsys.readouterr().out.split() == [str(written)] and written.stat().st_size > 100_000
 
 
 @pytest.mark.parametrize(
@@ -383,7 +356,7 @@ def test_what_cannot_be_reported_is_refused_in_one_line(small_run, flags, messag
 
 def test_relative_settings_start_at_the_repository(monkeypatch):
     monkeypatch.delenv("RESULTS", raising=False)
-    assert setting("RESULTS", "a/b.json") == ROOT / "a/b.json" and setting("RESULTS") is None
+    assert setting("RESULTS", "a/b.json") == ROOT / "a/b.json"
     monkeypatch.setenv("RESULTS", os.pathsep.join(["x.json", "/y.json"]))
     assert settings("RESULTS") == [ROOT / "x.json", Path("/y.json")]
     monkeypatch.setenv("RESULTS", json.dumps(["a:b.json", "/y;z.json", "[1].json"]))

@@ -179,7 +179,7 @@ def test_a_pinned_date_is_printed_on_every_day(on_day, capsys, template):
     tokenizer = tiny_tokenizer(template=template)
     on_day(0)
     first = chat_of(tokenizer, {})
-    assert capsys.readouterr().err.count("keeps") == 1
+    assert capsys.readouterr().err.count("this run uses") == 1
     text = rendered(template, USER, chat=first)
     on_day(1)
     again = chat_of(tokenizer, {}, [None, first.date])
@@ -212,77 +212,77 @@ def model_with(template, folder):
     return folder
 
 
-def oracle(place, *more, capsys=None):
+def oracle(folder, *more, capsys=None):
     return call(
         calculate_oracle_v,
         "--model",
-        place / "m",
+        folder / "m",
         "--dataset",
-        place / "p.jsonl",
+        folder / "p.jsonl",
         "--n_oracle",
         8,
         "--out_dir",
-        place / "o",
+        folder / "o",
         *LAW,
         *more,
         capsys=capsys,
     )
 
 
-def tracecov(place, *more, capsys=None):
-    flags = ("--model", place / "m", "--oracle_table", place / "o" / "oracle_v_n8_m.jsonl", "--save_json", place / "t")
+def tracecov(folder, *more, capsys=None):
+    flags = ("--model", folder / "m", "--oracle_table", folder / "o" / "oracle_v_n8_m.jsonl", "--save_json", folder / "t")
     small = "--K_list 4 --M 1 --sketch_dim 0 --skip_plot".split()
     return call(run_tracecov, *flags, *small, *LAW, *more, capsys=capsys)
 
 
 def test_a_run_with_a_printed_date_goes_on_the_next_day(tmp_path, on_day, capsys):
-    place, table = model_with(DATED, tmp_path), tmp_path / "o" / "oracle_v_n8_m.jsonl"
+    folder, table = model_with(DATED, tmp_path), tmp_path / "o" / "oracle_v_n8_m.jsonl"
     on_day(0)
-    code, _, err = oracle(place, capsys=capsys)
+    code, _, err = oracle(folder, capsys=capsys)
     assert code == 0 and err.count("note: the chat template prints the date") == 1
     whole, (date,) = table.read_bytes(), {row["template_date"] for row in rows_of(table)}
     on_day(1)
     table.write_bytes(whole.splitlines(keepends=True)[0])
-    code, _, err = oracle(place, capsys=capsys)
+    code, _, err = oracle(folder, capsys=capsys)
     assert code == 0 and "note" not in err and table.read_bytes() == whole
-    assert tracecov(place)[0] == 0 and read(tmp_path / "t" / "tracecov_m.json")["law"]["template_date"] == date
-    code, _, err = oracle(place, "--overwrite", capsys=capsys)
+    assert tracecov(folder)[0] == 0 and read(tmp_path / "t" / "tracecov_m.json")["law"]["template_date"] == date
+    code, _, err = oracle(folder, "--overwrite", capsys=capsys)
     assert code == 0 and "note" in err and rows_of(table)[0]["template_date"] != date
-    one_line_error(tracecov(place, capsys=capsys), "template_date", date, "the clock")
+    one_line_error(tracecov(folder, capsys=capsys), "template_date", date, "the clock")
 
 
 def test_template_variables_belong_to_a_run_s_identity(tmp_path, capsys):
-    place, table = model_with(USES_TOOLS, tmp_path), tmp_path / "o" / "oracle_v_n8_m.jsonl"
+    folder, table = model_with(USES_TOOLS, tmp_path), tmp_path / "o" / "oracle_v_n8_m.jsonl"
     off = ("--chat_template_kwargs", '{"enable_thinking": false}')
-    assert oracle(place, *off)[0] == 0 and rows_of(table)[0]["chat_template_kwargs"] == {"enable_thinking": False}
-    one_line_error(oracle(place, capsys=capsys), "chat_template_kwargs", "enable_thinking", "None")
-    one_line_error(tracecov(place, capsys=capsys), 'chat_template_kwargs {"enable_thinking": false}', "this run uses null")
-    assert tracecov(place, *off)[0] == 0
+    assert oracle(folder, *off)[0] == 0 and rows_of(table)[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    one_line_error(oracle(folder, capsys=capsys), "chat_template_kwargs", "enable_thinking", "None")
+    one_line_error(tracecov(folder, capsys=capsys), 'chat_template_kwargs {"enable_thinking": false}', "this run uses null")
+    assert tracecov(folder, *off)[0] == 0
     assert read(tmp_path / "t" / "tracecov_m.json")["law"]["chat_template_kwargs"] == {"enable_thinking": False}
     # the variable decides even where the fixed prompt of the fingerprint does not show it
-    one_line_error(oracle(place, "--chat_template_kwargs", '{"enable_thinking": true}', capsys=capsys), "chat_template_kwargs")
+    one_line_error(oracle(folder, "--chat_template_kwargs", '{"enable_thinking": true}', capsys=capsys), "chat_template_kwargs")
 
 
 def test_tables_and_runs_of_earlier_versions_are_taken(tmp_path, capsys):
-    place, table = model_with(USES_TOOLS, tmp_path), tmp_path / "o" / "oracle_v_n8_m.jsonl"
-    assert oracle(place)[0] == 0 and tracecov(place, capsys=capsys)[0] == 0
+    folder, table = model_with(USES_TOOLS, tmp_path), tmp_path / "o" / "oracle_v_n8_m.jsonl"
+    assert oracle(folder)[0] == 0 and tracecov(folder, capsys=capsys)[0] == 0
     later = ("chat_template_kwargs", "template_date")
     old = [{name: value for name, value in row.items() if name not in later} for row in rows_of(table)]
     table.write_text(json.dumps(old[0]) + "\n")
-    code, _, err = oracle(place, capsys=capsys)
+    code, _, err = oracle(folder, capsys=capsys)
     assert code == 0 and "error" not in err
     table.write_text("".join(json.dumps(row) + "\n" for row in old))
     record = tmp_path / "t" / "grams" / "run.json"
     record.write_text(json.dumps({name: value for name, value in read(record).items() if name not in later}))
-    code, _, err = tracecov(place, capsys=capsys)
+    code, _, err = tracecov(folder, capsys=capsys)
     assert code == 0 and "warning" not in err and "error" not in err
-    one_line_error(oracle(place, "--chat_template_kwargs", '{"enable_thinking": true}', capsys=capsys), "chat_template_kwargs")
+    one_line_error(oracle(folder, "--chat_template_kwargs", '{"enable_thinking": true}', capsys=capsys), "chat_template_kwargs")
 
 
 def test_variables_without_effect_are_refused(tmp_path, capsys):
-    place = model_with(USES_TOOLS, tmp_path)
-    (place / "p.jsonl").write_text('{"prompt": "1 + 2 =", "ground_truth": 3}\n')
+    folder = model_with(USES_TOOLS, tmp_path)
+    (folder / "p.jsonl").write_text('{"prompt": "1 + 2 =", "ground_truth": 3}\n')
     one_line_error(
-        oracle(place, "--chat_template_kwargs", '{"enable_thinking": false}', capsys=capsys), "every prompt is a string"
+        oracle(folder, "--chat_template_kwargs", '{"enable_thinking": false}', capsys=capsys), "every prompt is a string"
     )
-    one_line_error(oracle(place, "--chat_template_kwargs", '{"thinking": 1}', capsys=capsys), "does not read thinking")
+    one_line_error(oracle(folder, "--chat_template_kwargs", '{"thinking": 1}', capsys=capsys), "does not read thinking")

@@ -19,8 +19,7 @@ from Gradient_evaluation.stats.summary import reduce_prompts
 from Gradient_evaluation.utils import Reward
 from plots.make_report import main as make_report
 from plots.measurement import load_measurement
-from plots.plot_prompts import plot_prompt_traces, plot_variance_shares
-from plots.plot_scores import plot_best_baselines, plot_score_norms
+from plots.plot_prompts import plot_best_baselines, plot_prompt_traces, plot_score_norms, plot_variance_shares
 
 
 def graded(text, ground_truth):

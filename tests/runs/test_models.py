@@ -131,7 +131,7 @@ def test_processes_may_share_no_gpu_but_take_slices_of_it(gpus, monkeypatch):
 def test_a_run_says_what_auto_came_to_and_why_it_is_the_cpu(gpus, monkeypatch):
     gpus(0)
     monkeypatch.setattr(torch.version, "hip", None)
-    for version, reason in ((None, "this build of torch knows no GPU"), ("13.0", "torch sees no GPU")):
+    for version, reason in ((None, "this build of torch is without CUDA"), ("13.0", "torch sees no GPU")):
         monkeypatch.setattr(torch.version, "cuda", version)
         assert device_line(CPU, torch.float32) == f"device: cpu ({reason}), float32"
     gpus(1)
@@ -210,7 +210,7 @@ def test_an_unused_weight_is_refused_in_a_layer_of_the_model(tmp_path, capsys):
     load_model(
         checkpoint(tmp_path, lambda weights: weights.update({"vision.tower.weight": torch.ones(2)})), None, CPU, torch.float32
     )
-    assert "1 weights of the checkpoint have no place" in capsys.readouterr().err
+    assert "1 weights of the checkpoint are not used" in capsys.readouterr().err
 
 
 def test_weights_that_stay_quantised_in_memory_are_refused():

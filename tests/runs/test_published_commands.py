@@ -309,7 +309,7 @@ def test_a_table_in_parquet_is_taken_as_the_same_in_jsonl(policy, table, tmp_pat
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch):
     """A working folder where the released README's names of model, data sets and scripts stand for small ones."""
     from datasets import Dataset, DatasetDict
 
@@ -322,14 +322,14 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run_literally(place, added, capsys):
+def run_literally(folder, added, capsys):
     """The commands of the released README in their order, each with what ``added`` says for its script at the end."""
     for command in COMMANDS:
         _, script, *words = shlex.split(command)
         module = {"calculate_oracle_v.py": calculate_oracle_v, "run_tracecov.py": run_tracecov}[Path(script).name]
         code, _, err = call(module, *words, *added[module], capsys=capsys)
         assert code == 0, err
-        if module is calculate_oracle_v and not (place / "outputs/oracle_v/your_oracle_table.jsonl").exists():
+        if module is calculate_oracle_v and not (folder / "outputs/oracle_v/your_oracle_table.jsonl").exists():
             (written,) = Path("outputs/oracle_v").glob("oracle_v_n*.jsonl")
             shutil.copy(written, "outputs/oracle_v/your_oracle_table.jsonl")
     (results,) = (path for path in Path("outputs/tracecov_json").glob("tracecov_*.json") if "_detailed" not in path.name)
@@ -339,16 +339,16 @@ def run_literally(place, added, capsys):
         assert curve[name] == pytest.approx(values)
 
 
-def test_the_commands_of_the_released_readme_run_as_they_stand(place, capsys):
+def test_the_commands_of_the_released_readme_run_as_they_stand(folder, capsys):
     law = ["--max_new_tokens", "4", "--quiet"]
     run_literally(
-        place, {calculate_oracle_v: [*law, "--n_oracle", 8], run_tracecov: [*law, "--M", 1, "--K_list", 4, 8]}, capsys
+        folder, {calculate_oracle_v: [*law, "--n_oracle", 8], run_tracecov: [*law, "--M", 1, "--K_list", 4, 8]}, capsys
     )
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_released_readme_run(place, capsys):
-    run_literally(place, {calculate_oracle_v: [], run_tracecov: []}, capsys)
+def test_the_commands_of_the_released_readme_run(folder, capsys):
+    run_literally(folder, {calculate_oracle_v: [], run_tracecov: []}, capsys)
 
 
 # ------------------------------------------------------------------------------------------------ the training script

@@ -12,9 +12,7 @@ from scripts import RESULTS, call, detailed_rows, one_line_error, oracle, read, 
 from tiny_models import enumerable_policy, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs import oracle as oracle_run
-from Gradient_evaluation.runs import tracecov as tracecov_run
+from Gradient_evaluation.runs import gram_store, prompts
 
 # ------------------------------------------------------------------------------------------------ another model
 
@@ -117,9 +115,9 @@ def test_another_template_or_config_is_not_mixed_in(policy, problems, table, tmp
     lines = table.read_bytes().splitlines(keepends=True)
     template = changed(policy, tmp_path)
     (template / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] * 2 }}{% endfor %}")
-    for place in ("a", "b"):
-        (tmp_path / place).mkdir()
-        (tmp_path / place / table.name).write_bytes(b"".join(lines[:3]))
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / table.name).write_bytes(b"".join(lines[:3]))
     one_line_error(oracle(template, problems, tmp_path / "a", capsys=capsys), "prompt_format")
     one_line_error(tracecov(template, table, tmp_path / "t", "--K_list", 4, "--M", 1, capsys=capsys), "prompt_format")
     (template / "chat_template.jinja").unlink()
@@ -194,8 +192,7 @@ def test_long_prompts_are_skipped_and_counted_by_flag(policy, table, tmp_path, c
 
 
 def test_all_input_is_checked_before_the_model_is_loaded(policy, problems, table, tmp_path, capsys, monkeypatch):
-    for script in (oracle_run, tracecov_run):
-        monkeypatch.setattr(script, "load_model", None)
+    monkeypatch.setattr(prompts, "load_model", None)
     bad = tmp_path / "bad.jsonl"
     bad.write_text(json.dumps({"prompt": "1", "ground_truth": "no number"}) + "\n")
     one_line_error(oracle(policy, bad, tmp_path / "a", capsys=capsys), "bad.jsonl, line 1", "ground_truth")

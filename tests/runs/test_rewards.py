@@ -116,7 +116,7 @@ def test_integer_reward_gives_what_the_shared_case_says(case):
         ("separators in LaTeX, spaced", r"70\,000", 70000),
         ("separators twice", "1,234,567", 1234567),
         ("separator of a short group starts a new number", "1,23", 23),
-        ("separators at odd places", "12,345,67", 67),
+        ("separators at odd positions", "12,345,67", 67),
         ("separators after four digits", "1234,567", 567),
         ("separators and a zero fraction", "1,234.00", 1234),
         ("dots between groups of three are thousands", "1.234.567", 1234567),

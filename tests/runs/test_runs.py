@@ -41,9 +41,7 @@ from tiny_models import enumerable_policy, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs import oracle as oracle_run
-from Gradient_evaluation.runs import tracecov as tracecov_run
+from Gradient_evaluation.runs import gram_store, prompts
 from Gradient_evaluation.runs.memory import Batch
 from Gradient_evaluation.runs.processes import Processes
 from Gradient_evaluation.runs.resume import only_writer, part_of, saved_on_interrupt
@@ -53,7 +51,7 @@ from Gradient_evaluation.runs.resume import only_writer, part_of, saved_on_inter
 
 def test_a_finished_oracle_run_loads_no_model(policy, problems, table, tmp_path, capsys, monkeypatch):
     shutil.copy(table, tmp_path)
-    monkeypatch.setattr(oracle_run, "load_model", None)  # a call would be a TypeError
+    monkeypatch.setattr(prompts, "load_model", None)  # a call would be a TypeError
     code, out, _ = oracle(policy, problems, tmp_path, capsys=capsys)
     assert code == 0 and out.startswith("finished before") and "5 prompts" in out
     assert (tmp_path / table.name).read_bytes() == table.read_bytes() and len(list(tmp_path.iterdir())) == 1
@@ -63,7 +61,7 @@ def test_a_finished_tracecov_run_loads_no_model(policy, table, undisturbed, tmp_
     out = shutil.copytree(undisturbed, tmp_path / "copy")
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in out.rglob("*") if path.is_file()}
     flags = tracecov_flags(policy, table, out)[1:]
-    monkeypatch.setattr(tracecov_run, "load_model", None)
+    monkeypatch.setattr(prompts, "load_model", None)
     (out / RESULTS).unlink()
     assert call(run_tracecov, *flags)[0] == 0  # the Grams are all there: results again, without the model
     assert files_of(out) == files_of(undisturbed)
@@ -263,19 +261,20 @@ def test_bad_input_under_torchrun_is_said_once(policy, tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_fails_ends_the_job_and_names_the_row(policy, table, tmp_path):
-    """A prompt whose token has a weight that is not finite: whoever meets it ends the job, and mending it continues."""
+    """A prompt whose token has an embedding that is not finite: whoever meets it ends the job; other rows stay."""
     broken = tmp_path / "four tokens"
     shutil.copytree(policy, broken)
-    model = enumerable_policy(vocabulary=4, seed=6)
+    model = enumerable_policy(vocabulary=4, seed=6, tied=False)
+    data = tmp_path / "prompts.jsonl"  # the check before the first row looks at the first prompt and at the longest
+    data.write_text("".join(json.dumps({"prompt": p, "ground_truth": 1}) + "\n" for p in ("1", "2", "21", "3", "1221")))
     with torch.no_grad():
-        model.transformer.wpe.weight[5] = torch.nan  # the sixth position, which only the long prompt reaches
+        model.transformer.wte.weight[3] = torch.nan  # that of "3"
     model.save_pretrained(broken)
-    data = tmp_path / "long.jsonl"
-    data.write_text("".join(json.dumps({"prompt": p, "ground_truth": 1}) + "\n" for p in ("1", "2", "13", "123123", "3")))
-    code, _, err = torchrun(oracle_flags(broken, data, tmp_path / "out"))
+    # one token: a drawn one is never read
+    code, _, err = torchrun(oracle_flags(broken, data, tmp_path / "out", "--max_new_tokens", 1))
     assert code != 0 and "line 4" in err and "not finite" in err
     kept = list((tmp_path / "out").glob(".*rank*")) + list((tmp_path / "out").glob("*.jsonl"))
-    assert kept and all(json.loads(line)["prompt"] != "123123" for path in kept for line in path.read_text().splitlines())
+    assert kept and all(json.loads(line)["prompt"] != "3" for path in kept for line in path.read_text().splitlines())
 
 
 # ------------------------------------------------------------------------------------------------ progress
@@ -346,7 +345,7 @@ def test_with_less_memory_blocks_and_batches_shrink(policy, table, undisturbed, 
         )
         return model
 
-    monkeypatch.setattr(tracecov_run, "load_model", load)
+    monkeypatch.setattr(prompts, "load_model", load)
     code, _, err = call(run_tracecov, *tracecov_flags(policy, table, tmp_path)[1:], capsys=capsys)
     assert code == 0 and "--gen_bs" in err and "--block_size" in err
     results = read(tmp_path / RESULTS)

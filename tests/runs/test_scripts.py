@@ -163,7 +163,7 @@ def test_from_grams_refuses_flags_without_effect(measured, tmp_path, capsys):
         one_line_error(call(run_tracecov, *flags, *given, capsys=capsys), "no effect with --from_grams", *names)
     assert not list(tmp_path.iterdir())
     assert call(run_tracecov, *flags, "--budget", 64, "--quiet")[0] == 0
-    config, made = (read(place / "tracecov_four tokens.json")["config"] for place in (tmp_path, measured))
+    config, made = (read(folder / "tracecov_four tokens.json")["config"] for folder in (tmp_path, measured))
     for name in ("model", "top_p", "seed", "M", "T", "block_size", "scoring"):
         assert config[name] == (made[name] if name != "model" else "four tokens")
     assert config["gen_bs"] is None and config["K_list"] == [4] and made["K_list"] == [2, 3, 4, 8]
@@ -173,7 +173,7 @@ def test_intervals_from_stored_grams_are_those_of_the_run(policy, table, tmp_pat
     flags = ("--K_list", 4, "--M", 2)
     assert tracecov(policy, table, tmp_path / "a", *flags, "--seed", 5)[0] == 0
     assert from_grams(tmp_path / "a" / "grams", tmp_path / "b", "--K_list", 4)[0] == 0
-    first, again = (read(tmp_path / place / "tracecov_four tokens.json") for place in "ab")
+    first, again = (read(tmp_path / folder / "tracecov_four tokens.json") for folder in "ab")
     assert again["conditional_on_x_ci95"] == first["conditional_on_x_ci95"] and again["bootstrap"]["seed"] == 5
 
 

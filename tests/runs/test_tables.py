@@ -47,7 +47,7 @@ def one_line(caught) -> str:
 
 
 @pytest.mark.parametrize(
-    "kind, data, places",
+    "kind, data, numbers",
     [
         ("plain", line(GOOD) + line(OTHER), [1, 2]),
         ("UTF-8 byte order mark", b"\xef\xbb\xbf" + line(GOOD) + line(OTHER), [1, 2]),
@@ -57,11 +57,11 @@ def one_line(caught) -> str:
         ("U+2028 inside a text", line(GOOD, note="a").replace(b'"a"', '"a\u2028b"'.encode()) + line(OTHER), [1, 2]),
     ],
 )
-def test_lines_are_read_and_counted_as_an_editor_shows_them(tmp_path, kind, data, places):
+def test_lines_are_read_and_counted_as_an_editor_shows_them(tmp_path, kind, data, numbers):
     path = written(tmp_path, data)
     rows = load_oracle_table(path)
     assert [(row.prompt, row.ground_truth, row.oracle_value) for row in rows] == [(USER, 5, 0.75), ("3+4=", 7, 0.5)]
-    assert [row.where for row in rows] == [f"{path}, line {number}" for number in places]
+    assert [row.where for row in rows] == [f"{path}, line {number}" for number in numbers]
 
 
 def test_all_columns_are_kept_and_ready_for_json(tmp_path):

@@ -1,11 +1,13 @@
 """What the tests of training share: a tokenizer and files made here (no network, no model), flags, a dry run, a checkpoint."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 
-from data.prepare_parquet import parse_args
+from data import prepare_parquet
 from data.train_tiny_model import make_tokenizer
 from data.verl_parquet import to_parquet
 from Policy_Optimization import launch
@@ -29,7 +31,8 @@ def save_chat_tokenizer(folder):
 
 def parquet(rows, split, data_source="arithmetic", reward="integer") -> bytes:
     """The bytes of a file that prepare_parquet.py would write of these rows."""
-    return to_parquet(rows, split, replace(parse_args(["arithmetic"]), data_source=data_source, reward=(reward,)))
+    settings = prepare_parquet.parse_args(["arithmetic"])
+    return to_parquet(rows, split, replace(settings, data_source=data_source, reward=(reward,)))
 
 
 def good(inputs, **changes) -> list[str]:
@@ -69,3 +72,19 @@ def checkpoint(run_dir, step, complete=True):
     (folder / "actor").mkdir(parents=True)
     if complete:
         (folder / "data.pt").write_bytes(b"x")
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def read(path):
+    return pyarrow.parquet.read_table(path).to_pylist()
+
+
+def prepare(folder, kind, train, val=None, *flags):
+    """What prepare_parquet.py makes of a file, read back: the rows of train and val."""
+    sources = ["--train", str(train), *(["--val", str(val)] if val else [])]
+    prepare_parquet.main([kind, *sources, "--out_dir", str(folder / "out"), *flags])
+    return read(folder / "out" / "train.parquet"), read(folder / "out" / "val.parquet")

@@ -1,6 +1,5 @@
 """The launcher says what it will do, and survives spaces, kills and second starts."""
 
-import contextlib
 import fcntl
 import os
 import re
@@ -18,15 +17,8 @@ def test_a_dry_run_prints_the_settings_and_writes_nothing(inputs, capsys):
     before = sorted(inputs.rglob("*"))
     dry_run(inputs, "--estimator", "paper", environment={"HOME": str(inputs), "WANDB_API_KEY": FAKE_KEY})
     shown = capsys.readouterr()
-    for part in (
-        "32 prompts x 8 continuations = 256",
-        "16 prompts x 8 = 128",
-        "rloo",
-        "seq-mean-token-sum",
-        "-m verl.trainer.main_ppo",
-        "data.train_batch_size=32",
-        "nothing was started",
-    ):
+    parts = ["32 prompts x 8 continuations = 256", "16 prompts x 8 = 128", "rloo", "seq-mean-token-sum", "nothing was started"]
+    for part in (*parts, "-m verl.trainer.main_ppo", "data.train_batch_size=32"):
         assert part in shown.out, part
     assert FAKE_KEY not in shown.out + shown.err and sorted(inputs.rglob("*")) == before
 
@@ -71,24 +63,15 @@ def shell(inputs, tmp_path):
     modules = tmp_path / "modules"
     modules.mkdir()
     for name in ("transfer_queue", "cachetools", "uvicorn", "fastapi", "vllm"):
-        with contextlib.suppress(FileExistsError):
-            (modules / f"{name}.py").write_text("")
+        (modules / f"{name}.py").touch()
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "HF_HOME"))}
 
     def start(trainer, *flags):
-        environment = {
-            **clean,
-            "HOME": str(tmp_path),
-            "PYTHONPATH": str(modules),
-            "TRAINER": trainer,
-            "WITNESS": str(tmp_path / "witness"),
-            "WANDB_API_KEY": FAKE_KEY,
-            "WANDB_MODE": "offline",
-        }
+        told = {"TRAINER": trainer, "WITNESS": str(tmp_path / "witness"), "WANDB_API_KEY": FAKE_KEY, "WANDB_MODE": "offline"}
+        environment = {**clean, "HOME": str(tmp_path), "PYTHONPATH": str(modules), **told}
         command = ["bash", str(LAUNCHER), "--env", str(home), *good(inputs, run_dir=tmp_path / "my run"), *flags]
-        return subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(command, env=environment, cwd=tmp_path, **pipes)
 
     return start
 

@@ -5,8 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from launches import checkpoint, dry_run, needs_verl, values
-from prepared import prepare, write_jsonl
+from launches import checkpoint, dry_run, needs_verl, prepare, values, write_jsonl
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.own_reward import resolve_reward

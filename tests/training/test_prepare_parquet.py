@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launches import save_chat_tokenizer
-from prepared import prepare, write_jsonl
+from launches import prepare, save_chat_tokenizer, write_jsonl
 
 from data.answers import answer_text
 from data.make_arithmetic import make_problems

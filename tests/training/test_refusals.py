@@ -7,20 +7,13 @@ from data.make_arithmetic import make_problems
 from data.verl_parquet import Problem
 from Gradient_evaluation.errors import UserError
 
-# wrong settings: refused by name, before VERL is imported
+# wrong settings: an error that names the setting, before VERL is imported
 
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 WITHOUT_VERL = [
     ("G does not divide the budget", dict(group_size=3), r"--group_size 3 does not divide --budget 256: .*change --budget"),
-    (
-        "G does not divide the update",
-        dict(group_size=64, budget=1024, update_budget=32),
-        "--group_size 64 does not divide --update_budget 32",
-    ),
-    (
-        "G does not divide the epochs",
-        dict(group_size=256, budget=1024, update_budget=256),
-        "--group_size 256 does not divide --epoch_budget 128",
-    ),
+    ("nor the update", dict(group_size=64, budget=1024, update_budget=32), "64 does not divide --update_budget 32"),
+    ("nor the epochs", dict(group_size=256, budget=1024, update_budget=256), "256 does not divide --epoch_budget 128"),
     ("G of one", dict(group_size=1), None),
     ("G is no number", dict(group_size="many"), None),
     ("learning rate is text", dict(learning_rate="abc"), None),
@@ -28,11 +21,7 @@ WITHOUT_VERL = [
     ("estimator misspelt", dict(estimator="gpro"), None),
     ("no steps between checkpoints", dict(save_freq=0), None),
     ("several nodes without a cluster", dict(nnodes=2), "--nnodes: .*--ray_address"),
-    (
-        "no training file",
-        dict(train_files="absent.parquet"),
-        r"--train_files .*absent.parquet: no such file; make it with data/prepare",
-    ),
+    ("no training file", dict(train_files="absent.parquet"), "--train_files .*absent.parquet: no such file; make it"),
     ("no validation file", dict(val_files="absent.parquet"), "--val_files .*absent.parquet: no such file"),
     ("a folder for a file", dict(train_files="{inputs}"), "--train_files .*: is a folder"),
     ("JSONL for parquet", dict(train_files="{inputs}/rows.jsonl"), "whose name ends in .parquet"),
@@ -109,100 +98,65 @@ def test_an_unknown_flag_is_an_error(inputs, capsys):
     assert stopped.value.code == 2 and "--group_sise" in capsys.readouterr().err
 
 
-# wrong settings that VERL itself takes in silence, and its own checks
+@pytest.mark.parametrize(
+    "variables, changes, message",
+    [
+        ({"MICRO_BATCH_SIZE": "24"}, {}, r"^MICRO_BATCH_SIZE=24 does not divide .*these fit: MICRO_BATCH_SIZE=16$"),
+        ({"MICRO_BATCH_SIZE": "24"}, {"micro_batch_size": 12}, "^--micro_batch_size 12 .*these fit: --micro_batch_size 8$"),
+        ({"MINI_BATCH_SIZE": "12"}, {}, "^MINI_BATCH_SIZE=12 does not divide --train_batch_size 32 .*these fit: MINI_BATCH"),
+        ({"UPDATE_BUDGET": "96"}, {"update_budget": None}, r"^the mini-batch of 12 .*\(by default they are UPDATE_BUDGET / G"),
+        ({"GPUS": "3"}, {"gpus_per_node": None}, "change GPUS, --nnodes or the batch; these fit: GPUS=2$"),
+        ({"IN_SWEEP": "1"}, {"budget": 96}, "are --update_budget / G and --budget / G.*these fit: --update_budget 32$"),
+        ({"IN_SWEEP": "1", "GPUS_PER_NODE": "3"}, {"gpus_per_node": None}, "change GPUS_PER_NODE, NNODES or the batch"),
+        ({"IN_SWEEP": "1"}, {"group_size": 4, "update_budget": 4}, "^MICRO_BATCH_SIZE=8 .*fit: MICRO_BATCH_SIZE=4$"),
+        ({"IN_SWEEP": "1"}, {"group_size": 3}, "^--group_sizes 3 does not divide --budget 256"),
+    ],
+)
+def test_a_refusal_names_what_the_person_can_type(inputs, variables, changes, message):
+    needs_verl()
+    with pytest.raises(UserError, match=message):
+        dry_run(inputs, environment={"HOME": str(inputs), **variables}, **changes)
 
+
+# wrong settings that VERL itself accepts without a message, and its own checks
+
+FOUR, TWO = ["trainer.n_gpus_per_node=4"], "['{inputs}/train.parquet','{inputs}/large.parquet']"
 WITH_VERL = [
     ("misspelt estimator", ["algorithm.adv_estimator=gpro"], "adv_estimator=gpro: unknown to VERL; use one of .*grpo"),
-    ("misspelt loss", ["actor_rollout_ref.actor.policy_loss.loss_mode=vanila"], "loss_mode=vanila: unknown to VERL"),
-    ("no continuations", ["actor_rollout_ref.rollout.n=0"], "rollout.n=0: a whole number of at least 1"),
-    ("a group of one", ["actor_rollout_ref.rollout.n=1"], "rollout.n=1: grpo compares at least two"),
-    ("learning rate is text", ["actor_rollout_ref.actor.optim.lr=abc"], "optim.lr=abc: a number is expected"),
-    ("learning rate is infinite", ["actor_rollout_ref.actor.optim.lr=inf"], "optim.lr=inf: a finite number"),
-    ("a switch is text", ["actor_rollout_ref.actor.use_kl_loss=perhaps"], "use_kl_loss=perhaps: True or False"),
+    ("misspelt loss", [f"{ACTOR}.policy_loss.loss_mode=vanila"], "loss_mode=vanila: unknown to VERL"),
+    ("no continuations", [f"{ROLLOUT}.n=0"], "rollout.n=0: a whole number of at least 1"),
+    ("a group of one", [f"{ROLLOUT}.n=1"], "rollout.n=1: grpo compares at least two"),
+    ("learning rate is text", [f"{ACTOR}.optim.lr=abc"], "optim.lr=abc: a number is expected"),
+    ("learning rate is infinite", [f"{ACTOR}.optim.lr=inf"], "optim.lr=inf: a finite number"),
+    ("a switch is text", [f"{ACTOR}.use_kl_loss=perhaps"], "use_kl_loss=perhaps: True or False"),
     ("missing file behind the dashes", ["data.train_files=/absent/x.parquet"], "/absent/x.parquet: no such file"),
-    (
-        "micro-batch does not divide",
-        ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=24"],
-        r"--micro_batch_size 24 does not divide the 128 continuations of a GPU",
-    ),
-    (
-        "log-prob batch does not divide",
-        ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=24"],
-        "--log_prob_micro_batch_size 24 does not divide the 256",
-    ),
-    (
-        "mini-batch does not divide",
-        ["actor_rollout_ref.actor.ppo_mini_batch_size=12"],
-        "--mini_batch_size 12 does not divide --train_batch_size 32",
-    ),
-    (
-        "tensor parallelism does not fit",
-        ["trainer.n_gpus_per_node=4", "actor_rollout_ref.rollout.tensor_model_parallel_size=3"],
-        "--tensor_parallel 3 does not fit 1 nodes of 4 GPUs",
-    ),
+    ("micro-batch", [f"{ACTOR}.ppo_micro_batch_size_per_gpu=24"], "--micro_batch_size 24 does not divide the 128"),
+    ("log-prob batch", [f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=24"], "--log_prob_micro_batch_size 24 does not divide"),
+    ("mini-batch", [f"{ACTOR}.ppo_mini_batch_size=12"], "the mini-batch of 12 prompts does not divide the 32"),
+    ("tensor parallelism", [f"{ROLLOUT}.tensor_model_parallel_size=3", *FOUR], "--tensor_parallel 3 does not fit 1 nodes of 4"),
     ("batch does not fit the GPUs", ["trainer.n_gpus_per_node=3"], "cannot be shared among 3 GPUs"),
-    (
-        "reward under the dead key",
-        ["custom_reward_function.path=/x.py"],
-        "VERL 0.9.1 ignores it; use reward.custom_reward_function.path",
-    ),
+    ("dead key of the reward", ["custom_reward_function.path=/x.py"], "ignores it; use reward.custom_reward_function.path"),
     ("reward manager under the dead key", ["reward_model.reward_manager=dapo"], "use reward.reward_manager.name"),
     ("reward file is missing", ["reward.custom_reward_function.path=/absent.py"], "VERL cannot load it"),
     ("reward function is missing", ["reward.custom_reward_function.path='{inputs}/reward.py'"], "VERL cannot load it"),
-    (
-        "unknown key",
-        ["trainer.epochs=3"],
-        r"^trainer.epochs: VERL has no such key; is it trainer.\w+\? \(\+trainer.epochs=... adds one\)$",
-    ),
+    ("unknown key", ["trainer.epochs=3"], r"^trainer.epochs: VERL has no such key; is it trainer.\w+\? \(\+.*=... adds one\)$"),
     ("misspelt key", ["data.train_batchsize=3"], "data.train_batchsize: VERL has no such key; is it data.train_batch_size"),
     ("no override", ["train_batch_size"], "VERL's configuration: .*train_batch_size"),
-    ("unknown engine", ["actor_rollout_ref.rollout.name=vlm"], "rollout.name=vlm: unknown to VERL; use one of .*vllm"),
+    ("unknown engine", [f"{ROLLOUT}.name=vlm"], "rollout.name=vlm: unknown to VERL; use one of .*vllm"),
     ("unknown logger", ["trainer.logger=[console,wand]"], "trainer.logger=wand: unknown to VERL"),
     ("unknown resume mode", ["trainer.resume_mode=always"], "resume_mode=always: unknown to VERL"),
-    ("unknown aggregation", ["actor_rollout_ref.actor.loss_agg_mode=mean"], "VERL's validate_config: .*loss_agg_mode"),
-    ("batch below the mini-batch", ["data.train_batch_size=8"], "--mini_batch_size 16 does not divide"),
-    (
-        "engine without room",
-        ["actor_rollout_ref.rollout.max_model_len=100"],
-        "max_model_len=100: prompt and response have up to 576",
-    ),
-    (
-        "no micro-batch",
-        ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=null"],
-        "VERL's validate_config: .*ppo_micro_batch_size",
-    ),
-    (
-        "fewer prompts than a step takes",
-        ["data.train_files='{inputs}/few.parquet'"],
-        "--train_files: 31 usable prompts, a step takes 32",
-    ),
-    (
-        "answers the reward cannot use",
-        ["data.train_files='{inputs}/answers.parquet'"],
-        "row 1: the ground_truth 'none' is not an integer",
-    ),
+    ("unknown aggregation", [f"{ACTOR}.loss_agg_mode=mean"], "VERL's validate_config: .*loss_agg_mode"),
+    ("batch below the mini-batch", ["data.train_batch_size=8"], "the mini-batch of 16 prompts does not divide the 8 prompts"),
+    ("engine without room", [f"{ROLLOUT}.max_model_len=100"], "max_model_len=100: prompt and response have up to 576"),
+    ("no micro-batch", [f"{ACTOR}.ppo_micro_batch_size_per_gpu=null"], "VERL's validate_config: .*ppo_micro_batch_size"),
+    ("fewer prompts than a step", ["data.train_files='{inputs}/few.parquet'"], "31 usable prompts, a step takes 32"),
+    ("unusable answers", ["data.train_files='{inputs}/answers.parquet'"], "row 1: the ground_truth 'none' is not an integer"),
     ("unknown reward in the data", ["data.train_files='{inputs}/poetry.parquet'"], "reward 'poetry' .*is unknown"),
-    (
-        "all prompts too long",
-        ["data.max_prompt_length=10"],
-        r"--train_files: 0 usable prompts.*64 are longer than --max_prompt_length 10: raise it",
-    ),
-    (
-        "token budget below one sequence",
-        ["actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=575"],
-        "ppo_max_token_len_per_gpu=575: prompt and response have up to 576 tokens.*raise it to 576",
-    ),
+    ("all prompts too long", ["data.max_prompt_length=10"], "0 usable .*64 are longer than --max_prompt_length 10: raise it"),
+    ("token budget", [f"{ACTOR}.use_dynamic_bsz=True", f"{ACTOR}.ppo_max_token_len_per_gpu=575"], "raise it to 576"),
     ("LoRA rank above vLLM's", ["actor_rollout_ref.model.lora_rank=513"], "lora_rank"),
-    (
-        "a variable the template does not read",
-        ["+data.apply_chat_template_kwargs.enable_thinking=False"],
-        "does not read enable_thinking",
-    ),
-    (
-        "files that VERL cannot join",
-        ["data.train_files=['{inputs}/train.parquet','{inputs}/large.parquet']"],
-        "large.parquet: VERL cannot load it: .*other types than in .*train.parquet",
-    ),
+    ("unread variable", ["+data.apply_chat_template_kwargs.enable_thinking=False"], "does not read enable_thinking"),
+    ("files VERL cannot join", [f"data.train_files={TWO}"], "large.parquet: VERL cannot load it: .*train.parquet"),
     ("a key among the overrides", [f"+x.WANDB_API_KEY={FAKE_KEY}"], "x.WANDB_API_KEY: looks like a key"),
 ]
 

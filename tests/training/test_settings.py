@@ -35,9 +35,8 @@ def test_the_papers_estimator_is_unnormalised_in_verl():
 
     rewards = torch.zeros(8, 3)
     rewards[:3, -1] = 1.0
-    advantage, _ = get_adv_estimator_fn("rloo")(
-        token_level_rewards=rewards, response_mask=torch.ones(8, 3), index=np.array(["x"] * 8)
-    )
+    group = {"token_level_rewards": rewards, "response_mask": torch.ones(8, 3), "index": np.array(["x"] * 8)}
+    advantage, _ = get_adv_estimator_fn("rloo")(**group)
     assert advantage[0, 0].item() == pytest.approx(0.7143, abs=1e-4)
     assert advantage[7, 0].item() == pytest.approx(-0.4286, abs=1e-4)
 
@@ -53,30 +52,10 @@ def test_what_follows_the_dashes_comes_last_and_unchanged():
     assert verl_overrides(read_settings(["--save_freq", "3", "--", *passed], {}))[-4:] == passed
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "a b",
-        "it's",
-        'say "x"',
-        "back\\",
-        '\\"',
-        "a=b,c",
-        "[x]",
-        "null",
-        "TRUE",
-        "1e5",
-        "ünï",
-        "(a)",
-        "a:b",
-        "~/x",
-        "a$b",
-        "#x",
-        "",
-        "plain/path_1.parquet",
-        "/abs/a-b.c",
-    ],
-)
+SIGNS = ["a b", "it's", 'say "x"', "back\\", '\\"', "a=b,c", "[x]", "(a)", "a:b", "~/x", "a$b", "#x", "", "ünï"]
+
+
+@pytest.mark.parametrize("text", [*SIGNS, "null", "TRUE", "1e5", "plain/path_1.parquet", "/abs/a-b.c"])
 def test_hydra_reads_any_text_back_as_it_was(text):
     pytest.importorskip("hydra", reason="hydra is not installed")
     from hydra.core.override_parser.overrides_parser import OverridesParser

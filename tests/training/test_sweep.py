@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from abstract_policy import group_size_law_of
+from results_files import results
 
 from Gradient_evaluation.errors import UserError
 from Policy_Optimization.overrides import training_law
-from Policy_Optimization.sweep_manifest import (
+from Policy_Optimization.sweep import (
     admissible_sizes,
     check_same_law,
-    main,
     make_plan,
     read_manifest,
     recommended_sizes,
@@ -37,46 +38,27 @@ def test_admissible_sizes_divide_all_budgets():
 @pytest.mark.parametrize(
     "law, expected",
     [
-        ({"powers_of_two": [16, 32], "G_star": 20.0, "within_10_percent": [10, 40]}, [16, 32]),
-        ({"powers_of_two": [128, 256], "G_star": 150.0}, [128]),  # 256 does not divide 128 epochs
-        ({"powers_of_two": None, "G_star": 20.0, "within_10_percent": [7, 33]}, [8, 16, 32]),
-        ({"powers_of_two": [], "G_star": 20.0, "within_10_percent": None}, [16]),
-        ({"G_star": 1e9}, [128]),
-        ({"G_star": 0.7}, [2]),
+        ({"G_star": 20.0, "within_10_percent": [10, 40]}, [16, 32]),
+        ({"G_star": 150.0, "within_10_percent": [100, 300]}, [128]),  # 256 does not divide 128 epochs
+        ({"G_star": 20.0, "within_10_percent": [8, 32]}, [8, 16, 32]),
+        ({"G_star": 20.0, "within_10_percent": [17, 30]}, [16]),
+        ({"G_star": 1e9, "within_10_percent": None}, [128]),
     ],
 )
 def test_recommended_sizes_are_admissible_and_near_g_star(law, expected):
     assert recommended_sizes({"group_size_law": law}, "r.json", SIZES) == expected
 
 
-@pytest.mark.parametrize(
-    "results",
-    [
-        {},
-        {"group_size_law": None},
-        {"group_size_law": {}},
-        {"group_size_law": {"G_star": None, "powers_of_two": None}},
-        {"group_size_law": {"powers_of_two": [256], "G_star": float("nan")}},
-        {"group_size_law": [8]},
-    ],
-)
-def test_without_a_recommendation_it_says_so_in_one_line(results):
+@pytest.mark.parametrize("law, budgets", [(None, SIZES), ({}, SIZES), ({"G_star": None}, SIZES), ({"G_star": 8.0}, [7])])
+def test_without_a_recommendation_it_says_so_in_one_line(law, budgets):
     with pytest.raises(UserError, match="^r.json: .*give --group_sizes$"):
-        recommended_sizes(results, "r.json", SIZES)
+        recommended_sizes({"group_size_law": law}, "r.json", budgets)
 
 
-MEASURED = {
-    "model": "org/m",
-    "revision": None,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "max_new_tokens": 512,
-    "stop": [],
-    "reward": "math",
-    "chat_template_kwargs": None,
-    "dtype": "float32",
-}
+MEASURED = {"model": "org/m", "revision": None, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "max_new_tokens": 512}
+MEASURED |= {"stop": [], "reward": "math", "chat_template_kwargs": None, "dtype": "float32"}
+PUBLISHED = {"top_p": 0.95, "max_new_tokens": 32}
+ROLLOUT, THINKING = "actor_rollout_ref.rollout", {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
@@ -84,19 +66,9 @@ MEASURED = {
     [
         ({}, {}, [], None),
         ({}, {"REWARD": "math"}, ["trainer.save_freq=5"], None),
-        (
-            {"top_p": 0.95, "max_new_tokens": 32},
-            {},
-            [],
-            "measured with top_p 0.95, training has actor_rollout_ref.rollout.top_p 1.0",
-        ),
-        (
-            {"top_p": 0.95, "max_new_tokens": 32},
-            {},
-            [],
-            "measured with max_new_tokens 32, training has MAX_RESPONSE_LENGTH 512",
-        ),
-        ({"top_p": 0.95, "max_new_tokens": 32}, {"MAX_RESPONSE_LENGTH": "32"}, ["actor_rollout_ref.rollout.top_p=0.95"], None),
+        (PUBLISHED, {}, [], f"measured with top_p 0.95, training has {ROLLOUT}.top_p 1.0"),
+        (PUBLISHED, {}, [], "measured with max_new_tokens 32, training has MAX_RESPONSE_LENGTH 512"),
+        (PUBLISHED, {"MAX_RESPONSE_LENGTH": "32"}, [f"{ROLLOUT}.top_p=0.95"], None),
         ({"max_new_tokens": 64}, {}, ["data.max_response_length=64"], None),
         ({"temperature": 0.6}, {}, [], "temperature 0.6, training has TEMPERATURE 1.0"),
         ({"temperature": 0.6}, {"TEMPERATURE": "0.6"}, [], None),
@@ -107,19 +79,9 @@ MEASURED = {
         ({}, {}, ["actor_rollout_ref.model.path=org/n"], 'training has MODEL "org/n"'),
         ({}, {"REWARD": "integer"}, [], 'reward "math", training has REWARD "integer"'),
         ({"stop": ["\n"]}, {}, [], "measured with stop"),
-        ({"chat_template_kwargs": {"enable_thinking": False}}, {}, [], 'chat_template_kwargs {"enable_thinking": false}'),
-        (
-            {"chat_template_kwargs": {"enable_thinking": False}},
-            {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}'},
-            [],
-            None,
-        ),
-        (
-            {"chat_template_kwargs": {"enable_thinking": False}},
-            {},
-            ["+data.apply_chat_template_kwargs.enable_thinking=False"],
-            None,
-        ),
+        ({"chat_template_kwargs": THINKING}, {}, [], 'chat_template_kwargs {"enable_thinking": false}'),
+        ({"chat_template_kwargs": THINKING}, {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}'}, [], None),
+        ({"chat_template_kwargs": THINKING}, {}, ["+data.apply_chat_template_kwargs.enable_thinking=False"], None),
         ({}, {"CHAT_TEMPLATE_KWARGS": '{"enable_thinking": false}'}, [], "measured with chat_template_kwargs null"),
     ],
 )
@@ -143,8 +105,8 @@ def test_a_results_file_of_an_earlier_version():
 
 
 def test_the_sweep_refuses_another_sampling_law(tmp_path):
-    results = {"group_size_law": {"G_star": 8.0, "powers_of_two": [8]}, "law": {**MEASURED, "top_p": 0.95}}
-    (tmp_path / "r.json").write_text(json.dumps(results))
+    made = results(group_size_law={"G_star": 8.0}, law={**MEASURED, "top_p": 0.95})
+    (tmp_path / "r.json").write_text(json.dumps(made))
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "MODEL": "org/m"}
 
     def plan(*more):
@@ -159,24 +121,10 @@ def test_the_sweep_refuses_another_sampling_law(tmp_path):
         assert ("going on as --allow_mismatch says" in done.stderr) == (more == ["--allow_mismatch"])
 
 
-@pytest.mark.parametrize("reason", ["no reward ever differed: all ...", "c3 = -1 is not above 0", "c1 cannot be told from 0"])
-def test_no_group_size_is_refused_with_its_reason(reason):
-    law = {"G_star": None, "powers_of_two": None, "within_10_percent": None, "reasons": {"G_star": reason}}
-    with pytest.raises(UserError, match="^r.json: group_size_law recommends no size: .*; give --group_sizes$") as caught:
-        recommended_sizes({"group_size_law": law}, "r.json", SIZES)
-    assert reason in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_rewards_that_never_differ_are_refused():
     law = group_size_law_of((np.zeros(6), np.zeros(6), np.zeros(6), np.zeros((6, 4))))
-    with pytest.raises(UserError, match="no reward ever differed"):
+    with pytest.raises(UserError, match="^r.json: .* recommends no size: no reward ever differed.*; give --group_sizes$"):
         recommended_sizes({"group_size_law": law}, "r.json", SIZES)
-
-
-def finish(sweep_dir, name):
-    """What grpo_train.sh leaves at the end of a run."""
-    (sweep_dir / name).mkdir(parents=True)
-    (sweep_dir / name / "finished").touch()
 
 
 def test_a_plan_keeps_its_runs_and_adds_new_ones(tmp_path):
@@ -210,22 +158,15 @@ def test_a_damaged_manifest_is_one_line(tmp_path, text):
         read_manifest(tmp_path)
 
 
-def test_it_prints_the_unfinished_runs_that_are_asked_for(tmp_path, capsys):
-    write_manifest(tmp_path, make_plan(tmp_path, [4, 8], [0, 1], BUDGETS))
-    finish(tmp_path, "g4_seed0")
-    main(["--sweep_dir", str(tmp_path), "--group_sizes", "4", "--seeds", "0", "1"])
-    shown = capsys.readouterr()
-    assert shown.out.split("\0")[:-1] == ["4", "1", "g4_seed1"]
-    assert shown.err == "4 runs, 1 of them finished; sizes 4\n"
-
-
 # the shell script, with a stand-in for the launcher's python (the manifest is real)
 
 STAND_IN = """#!/usr/bin/env bash
 # Plays launch.py and VERL: leaves a plan unless it is a dry run, "trains", fails or is interrupted as told.
 if [[ $1 == -m ]]; then
   echo "$*" >>"$WITNESS"
-  [[ "$*" == *"$FAIL_AT"* && -n $FAIL_AT ]] && exit "$FAIL_CODE"
+  [[ "$*" == *"$FAIL_AT"* && -n $FAIL_AT && $FAIL_CODE != hang ]] && exit "$FAIL_CODE"
+  trap 'exit 0' TERM
+  while [[ $FAIL_CODE == hang ]]; do touch "$WITNESS.ready"; read -rt 1 <> <(:) || :; done
   exit 0
 fi
 plan="$3"; shift 3
@@ -248,19 +189,13 @@ def sweep(tmp_path):
     (home / "bin" / "python").write_text(STAND_IN)
     (home / "bin" / "python").chmod(0o755)
 
-    def run(*flags, fail_at="", code=7, **variables):
+    def run(*flags, fail_at="", code=7, start=subprocess.run, **variables):
         (tmp_path / "witness").unlink(missing_ok=True)
         (tmp_path / "witness").touch()
-        environment = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "FAIL_AT": fail_at,
-            "WITNESS": str(tmp_path / "witness"),
-            "FAIL_CODE": str(code),
-            **variables,
-        }
+        told = {"WITNESS": str(tmp_path / "witness"), "FAIL_AT": fail_at, "FAIL_CODE": str(code), **variables}
+        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **told}
         command = ["bash", SWEEP, "--env", home, "--sweep_dir", "my sweep", "--group_sizes", "4", "8", *flags]
-        return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        return start(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
 
     return run
 
@@ -278,7 +213,10 @@ def test_every_run_is_checked_then_trained_once(sweep, tmp_path):
     assert all(line.endswith("-- trainer.save_freq=50 +x='a  b'") for line in trained)
     assert "--group_size 4 --seed 1" in trained[1] and f"--run_dir {tmp_path}/my sweep/g4_seed1" in trained[1]
     assert len(list((tmp_path / "my sweep").glob("*/finished"))) == 4
-    assert sweep("--seeds", "0", "1").returncode == 0 and lines(tmp_path) == ([], [])
+    done = sweep("--seeds", "0", "1")
+    assert done.returncode == 0 and lines(tmp_path) == ([], [])
+    assert done.stderr == "4 runs, 4 of them finished; sizes 4, 8\n"
+    assert sweep("--seeds", "1", "2").returncode == 0 and "--seed 2" in lines(tmp_path)[1][0] and len(lines(tmp_path)[1]) == 2
 
 
 def test_each_run_saves_its_rollouts_in_a_folder_of_its_own(sweep, tmp_path):
@@ -303,6 +241,16 @@ def test_an_interrupted_sweep_goes_on(sweep, tmp_path):
     assert sweep().returncode == 0 and len(lines(tmp_path)[1]) == 2
 
 
+def test_a_signal_stops_the_run_and_the_sweep(sweep, tmp_path):
+    process = sweep(code="hang", start=subprocess.Popen)
+    while not (tmp_path / "witness.ready").exists():
+        assert process.poll() is None, process.communicate()
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    assert process.returncode == 143 and "stopped at g4_seed0; the same command goes on" in err
+    assert len(lines(tmp_path)[1]) == 1 and not list((tmp_path / "my sweep").glob("*/finished"))
+
+
 def test_a_dry_run_checks_all_and_writes_nothing(sweep, tmp_path):
     done = sweep("--dry_run")
     assert done.returncode == 0 and len(lines(tmp_path)[0]) == 2 and not lines(tmp_path)[1]
@@ -317,20 +265,10 @@ def test_a_dry_run_checks_all_and_writes_nothing(sweep, tmp_path):
         (["--recommended", "absent.json"], "give one of them"),
         (["--seeds", "-1"], "--seeds"),
         (["--sizes", "4"], "--sizes"),
-        (["--env"], "--env: a value is missing"),
+        (["--env"], "--env: expected one argument"),
     ],
 )
 def test_a_wrong_sweep_is_one_line_and_exit_code_2(sweep, tmp_path, flags, message):
     done = sweep(*flags, EPOCH_BUDGET="100")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and message in done.stderr, done.stderr
     assert lines(tmp_path) == ([], []) and not (tmp_path / "my sweep" / "manifest.json").exists()
-
-
-def test_a_missing_recommendation_is_one_line(tmp_path):
-    (tmp_path / "r.json").write_text(json.dumps({"group_size_law": {"G_star": None}}))
-    command = ["bash", SWEEP, "--sweep_dir", tmp_path / "s", "--recommended", tmp_path / "r.json"]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "recommends no admissible size" in done.stderr
-    assert not (tmp_path / "s").exists()

@@ -121,13 +121,13 @@ def test_enough_steps_raise_the_reward_of_the_training_problems(folder, tmp_path
 
 
 def test_the_table_stands_beside_the_predicted_curve(folder, tmp_path, capsys):
-    path, law = tmp_path / "tracecov.json", group_size_law_of(plain_case())
-    path.write_text(json.dumps(results(group_size_law=law, law={"top_p": 0.5, "temperature": 1.0})))
+    path, predicted = tmp_path / "tracecov.json", group_size_law_of(plain_case())
+    path.write_text(json.dumps(results(group_size_law=predicted, law={"top_p": 0.5, "temperature": 1.0})))
     main(flags(folder, tmp_path / "out.json", "--results", str(path), "--seeds", "1"))
     captured = capsys.readouterr()
     assert "measured with another top_p than these runs" in captured.err
     for size in (2, 8):
-        assert f"{law['curve']['mse_times_N'][size - 2] / 16:.4g}" in captured.out
+        assert f"{predicted['curve']['mse_times_N'][size - 2] / 16:.4g}" in captured.out
 
 
 def test_the_summary_is_the_mean_over_seeds_with_its_error():

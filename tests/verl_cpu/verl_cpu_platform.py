@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests/verl_cpu VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=verl_cpu_platform VERL_ENGINE_DEVICE=cuda
 
-VERL imports this in every process. Besides the platform it makes three repairs, each at the one place where
+VERL imports this in every process. Besides the platform it makes three repairs, each where
 VERL or vLLM takes an accelerator for granted: the process group, vLLM's repacked weights, pinned memory.
 """
 
