@@ -8,8 +8,9 @@ A function has one of three signatures, told apart by the names of its parameter
 * ``f(text, ground_truth) -> float``. Further parameters get the row's column of their name, ``prompt`` the prompt;
   ``**columns`` gets all columns.
 * VERL's ``compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs)`` -> float or {"score": float}.
-  data_source and extra_info are the row's columns of these names, "" and {} where it has none. ground_truth is that of the
-  column reward_model where there is one, and a number is passed as text, as in VERL's parquet.
+  data_source is the row's column of this name, "" where it has none; extra_info has the row's other columns, and what is in
+  its column extra_info. ground_truth is that of the column reward_model where there is one, and a number is passed as text,
+  as in VERL's parquet.
 * TRL's ``f(completions, **columns) -> list of float or None``, one call for all continuations of a prompt. Each column is
   a list with one value per completion; so are ``prompts`` and ``completion_ids``. Where the prompt is a list of messages,
   each completion is [{"role": "assistant", "content": text}]. None leaves a continuation out.
@@ -57,6 +58,11 @@ class Reward:
     @property
     def digest(self) -> str | None:
         return self._own.about["digest"] if self._own else None
+
+    @property
+    def takes_prompt(self) -> bool:
+        """Whether a person's function is told the prompt."""
+        return self._own is not None and self._own.about["takes_prompt"]
 
     def check_row(self, row: Any) -> None:
         """Raise UserError, naming ``row.where``, for a row that lacks what the reward needs. Call it before sampling."""

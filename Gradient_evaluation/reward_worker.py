@@ -31,6 +31,7 @@ FORMS = (
     "f(completions, **columns)"
 )
 TEXT, VERL, TRL = "text", "verl", "trl"
+NOT_EXTRA = ("prompt", "ground_truth", "data_source", "extra_info")  # columns that VERL's extra_info does not repeat
 # What TRL passes beside the columns: no trainer runs here, and what a function logs goes nowhere.
 LIKE_TRL = {"trainer_state": None, "log_extra": lambda *_: None, "log_metric": lambda *_: None}
 
@@ -144,6 +145,11 @@ class Signature:
         return [each.name for each in self.parameters if each.default is each.empty and each.name not in filled]
 
     @property
+    def takes_prompt(self) -> bool:
+        """Whether it is told the prompt; under TRL's signature its form is also that of the completions."""
+        return self.kind == TRL or any(each.name == "prompt" for each in self.parameters)
+
+    @property
     def needs_ground_truth(self) -> bool:
         return any(each.name == "ground_truth" and each.default is each.empty for each in self.parameters)
 
@@ -167,11 +173,12 @@ class Signature:
 
 
 def describe(function: Callable, signature: Signature, path: str, digest: str) -> dict:
-    """{kind, zero_one, required, needs_ground_truth, file, digest}, which own_reward.py reads."""
+    """{kind, zero_one, required, takes_prompt, needs_ground_truth, file, digest}, which own_reward.py reads."""
     return {
         "kind": signature.kind,
         "zero_one": any(getattr(each, "zero_one", False) is True for each in _layers(function)),
         "required": signature.required,
+        "takes_prompt": signature.takes_prompt,
         "needs_ground_truth": signature.needs_ground_truth,
         "file": path,
         "digest": digest,
@@ -199,7 +206,9 @@ def calls(signature: Signature, question: dict) -> Iterator[tuple[dict, int]]:
         return
     given = {**columns, "prompt": row["prompt"]}
     if signature.kind == VERL:
-        given |= {"data_source": columns.get("data_source") or "", "extra_info": columns.get("extra_info") or {}}
+        rest = {name: value for name, value in columns.items() if name not in NOT_EXTRA}
+        info = {**rest, **(columns.get("extra_info") or {})}
+        given |= {"data_source": columns.get("data_source") or "", "extra_info": info}
         given["ground_truth"] = verl_ground_truth(columns)
     for text in texts:  # a copy for each call: a function may change what it is given
         yield copy.deepcopy(signature.taken({**given, signature.text: text})), 1

@@ -15,7 +15,7 @@ from data.verl_parquet import Problem, refuse_for_verl, split_by_length
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.files import one_line_errors
 from Gradient_evaluation.utils import REWARDS, normalise_prompt
-from Policy_Optimization.reward_fn import choose_reward
+from Policy_Optimization.reward_fn import as_row, check_row, choose_reward, compute_score, resolved
 
 MATH_ANSWERS_CHECKED = 50  # each is a question to Math-Verify; prepare_parquet.py has asked them all
 SECRET = re.compile(r"(api_?key|token|secret|password)(=|$)", re.IGNORECASE)
@@ -80,8 +80,11 @@ def check_loads_together(paths: Sequence[str | Path], name: str) -> None:
             ) from None
 
 
-def check_rows(rows: Sequence[Mapping[str, Any]], path: str | Path, name: str, reward: str | None) -> None:
-    """Each row has messages and an answer, as text, that a known reward can use; UserError names the first without."""
+def check_rows(rows: Sequence[Mapping[str, Any]], path: str | Path, name: str, given: Mapping[str, Any]) -> None:
+    """Each row has messages and an answer, as text, that its rewards can use, and its rewards give the first row a number.
+
+    given: the keywords by which VERL calls compute_score. Raises UserError that names the first row at fault.
+    """
     for number, row in enumerate(rows, start=1):
         where = f"--{name} {path}, row {number}"
         try:
@@ -94,11 +97,23 @@ def check_rows(rows: Sequence[Mapping[str, Any]], path: str | Path, name: str, r
         if not isinstance(answer, str):
             raise UserError(f"{where}: reward_model.ground_truth is {answer!r}, text is expected; {PREPARE}")
         try:
-            judged_by = choose_reward(row["data_source"], row.get("extra_info"), reward)
-            if judged_by != "math" or number <= MATH_ANSWERS_CHECKED:
-                REWARDS[judged_by].check(answer)
+            _check_rewards(number, row, answer, given)
         except UserError as error:
             raise UserError(f"{where}: {error}") from None
+
+
+def _check_rewards(number: int, row: Mapping[str, Any], answer: str, given: Mapping[str, Any]) -> None:
+    told = (row["data_source"], row.get("extra_info"))
+    chosen = choose_reward(*told, **given)
+    if "math" in chosen.names and number > MATH_ANSWERS_CHECKED:
+        return
+    if all(name in REWARDS for name in chosen.names):
+        for name in chosen.names:
+            REWARDS[name].check(answer)
+        return
+    check_row(as_row(told[0], answer, told[1]), resolved(chosen))
+    if number == 1:
+        compute_score(told[0], answer, answer, told[1], **given)
 
 
 def check_model(model: str) -> dict[str, Any] | None:

@@ -23,8 +23,10 @@ from data.verl_parquet import load_chat_tokenizer
 from Gradient_evaluation.chat_template import check_variables, date_string, prints_date
 from Gradient_evaluation.cli import run as run_main
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.utils import REWARDS
 from Policy_Optimization import checks, verl_config
 from Policy_Optimization.overrides import REWARD_FILE, hydra_value, verl_overrides
+from Policy_Optimization.rollout_rows import check_saving
 from Policy_Optimization.run_folder import (
     check_same_gpus,
     check_same_run,
@@ -77,14 +79,14 @@ def check_data(cfg: Any, settings: Settings) -> list[str]:
         check_variables(tokenizer, kwargs)
         if prints_date(tokenizer, kwargs):
             notes.append("the chat template prints today's date, so VERL's prompts change from day to day")
-    own_reward = cfg.reward.custom_reward_function.path == str(REWARD_FILE)
+    custom = OmegaConf.to_container(cfg.reward.custom_reward_function, resolve=True)
     for name in ("train_files", "val_files"):
         files = cfg.data[name] if not isinstance(cfg.data[name], str) else [cfg.data[name]]
         usable = too_long = 0
         for path in files:
             rows = checks.read_training_file(path, name)
-            if own_reward:
-                checks.check_rows(rows, path, name, settings.reward)
+            if custom["path"] == str(REWARD_FILE):
+                checks.check_rows(rows, path, name, custom.get("reward_kwargs") or {})
             limit = cfg.data.max_prompt_length
             long = 0 if tokenizer is None else checks.count_overlong(rows, tokenizer, limit, kwargs)
             too_long += long
@@ -140,6 +142,13 @@ def check_machine(cfg: Any, settings: Settings) -> None:
         )
 
 
+def module_path(rewards: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The PYTHONPATH by which workers, which start in other folders, find a reward named package.module:function."""
+    if all(name in REWARDS or name.rpartition(":")[0].endswith(".py") for name in rewards):
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (os.getcwd(), environment.get("PYTHONPATH"))))}
+
+
 def worker_overrides(variables: Mapping[str, str]) -> list[str]:
     """The overrides by which Ray gives the variables to every worker, also in a cluster that someone else started."""
     return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={hydra_value(text)}" for name, text in variables.items()]
@@ -149,7 +158,11 @@ def describe(settings: Settings, cfg: Any, notes: Sequence[str]) -> str:
     """What --dry_run prints above the command."""
     actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
     step = cfg.data.train_batch_size
-    given = [(name, value) for name, value in settings.values().items() if value is not None]
+    given = [
+        (name, " ".join(map(str, value)) if isinstance(value, tuple) else value)
+        for name, value in settings.values().items()
+        if value is not None
+    ]
     lines = [f"  {name:26} {value}  ({settings.origin[name]})" for name, value in given]
     lines += [
         "what VERL makes of them:",
@@ -197,6 +210,8 @@ def prepare(settings: Settings, environment: Mapping[str, str], plan: Path | Non
     if cfg.trainer.resume_mode != "disable":
         check_same_gpus(run_dir, cfg)
     check_same_run(run_dir, previous, overrides, settings.allow_changes)
+    if settings.save_rollouts:
+        notes += check_saving(cfg, Path(settings.save_rollouts), resumed=bool(previous))
 
     command = ["-m", "verl.trainer.main_ppo"]
     if settings.dry_run:
@@ -214,6 +229,7 @@ def prepare(settings: Settings, environment: Mapping[str, str], plan: Path | Non
         print(f"note: {note}", file=sys.stderr)
     started = start_attempt(run_dir, previous, overrides)
     variables = run_environment(run_dir, started["attempts"], started["wandb_run_id"], environment)
+    variables |= module_path(settings.reward or (), environment)
     if settings.ray_address:
         variables["RAY_ADDRESS"] = settings.ray_address
     log = run_dir / "logs" / f"console_{started['attempts']}.log"

@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.own_reward import is_own
+from Gradient_evaluation.runs.rewards import resolve_rewards
 from Policy_Optimization.settings import ESTIMATORS, Settings, value_without_flag
 
 REWARD_FILE = Path(__file__).resolve().parent / "reward_fn.py"
+SAMPLER_FILE = Path(__file__).resolve().parent / "save_rollouts.py"
+REWARD_KWARGS, SAMPLER = "reward.custom_reward_function.reward_kwargs", "trainer.v1.sampler"
 KWARGS = "data.apply_chat_template_kwargs"
 IN_VERL = {  # key -> its name in the evaluation's sampling law
     "actor_rollout_ref.model.path": "model",
@@ -21,7 +25,6 @@ IN_VERL = {  # key -> its name in the evaluation's sampling law
     "actor_rollout_ref.rollout.top_p": "top_p",
     "actor_rollout_ref.rollout.top_k": "top_k",
     "data.max_response_length": "max_new_tokens",
-    "reward.custom_reward_function.reward_kwargs.reward": "reward",
 }
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -61,8 +64,7 @@ def verl_overrides(settings: Settings) -> list[str]:
     for name, value in (settings.chat_template_kwargs or {}).items():
         hydra_value({name: value})  # refuses a name that Hydra would not read
         meaning[f"+{KWARGS}.{name}"] = value
-    if settings.reward:
-        meaning["+reward.custom_reward_function.reward_kwargs.reward"] = settings.reward
+    meaning |= _reward(settings) | _saved_rollouts(settings)
     if not settings.ray_address and (os.cpu_count() or 1) < 16:
         meaning["ray_kwargs.ray_init.num_cpus"] = 16  # with fewer slots its transfer queue waits for ever
     overrides = [f"{key}={hydra_value(value)}" for key, value in meaning.items()]
@@ -109,6 +111,37 @@ def _model_and_workers(s: Settings) -> dict[str, Any]:
     }
 
 
+def _reward(s: Settings) -> dict[str, Any]:
+    """What reward_fn.compute_score is given by keyword; nothing where each row of the data names its rewards."""
+    if not s.reward:
+        return {}
+    found: dict[str, Any] = {"reward": s.reward[0] if len(s.reward) == 1 else list(s.reward)}
+    if s.reward_weights:
+        found["reward_weights"] = list(s.reward_weights)
+    if any(map(is_own, s.reward)):
+        found["reward_timeout"] = s.reward_timeout
+        found["reward_digests"] = [
+            each.digest for each in resolve_rewards(s.reward, s.reward_weights, s.reward_timeout).rewards
+        ]
+    return {f"+{REWARD_KWARGS}.{name}": value for name, value in found.items()}
+
+
+def _saved_rollouts(s: Settings) -> dict[str, Any]:
+    if not s.save_rollouts:
+        return {}
+    # without a model, for each step has weights of its own, and without a reward that each row of the data names
+    law = law_of(s.values(), s.passed)
+    told = {
+        name: value for name, value in law.items() if name not in ("model", "revision") and (name, value) != ("reward", None)
+    }
+    asked = {"directory": s.save_rollouts, "model": s.model, "law": json.dumps(told, sort_keys=True)}
+    return {
+        f"{SAMPLER}.custom_sampler.path": str(SAMPLER_FILE),
+        f"{SAMPLER}.custom_sampler.name": "SavingReplayBuffer",
+        f"+{SAMPLER}.sampler_kwargs.save_rollouts": asked,
+    }
+
+
 def _trainer(s: Settings) -> dict[str, Any]:
     run_dir = Path(s.run_dir)
     return {
@@ -133,20 +166,28 @@ def training_law(environment: Mapping[str, str], passed: Sequence[str]) -> dict[
 
     environment: settings as variables. passed: what goes to VERL unchanged. reward None: each row names its own.
     """
+    names = ("model", "temperature", "max_response_length", "reward", "reward_weights", "chat_template_kwargs")
+    return law_of({name: value_without_flag(name, environment) for name in names}, passed)
+
+
+def law_of(settings: Mapping[str, Any], passed: Sequence[str]) -> dict[str, Any]:
+    """``training_law`` of the launcher's settings, by name."""
     law = {
-        "model": value_without_flag("model", environment),
+        "model": settings["model"],
         "revision": None,
-        "temperature": value_without_flag("temperature", environment),
+        "temperature": settings["temperature"],
         "top_p": 1.0,
         "top_k": 0,
-        "max_new_tokens": value_without_flag("max_response_length", environment),
+        "max_new_tokens": settings["max_response_length"],
         "stop": [],
-        "reward": value_without_flag("reward", environment),
     }
-    kwargs = dict(value_without_flag("chat_template_kwargs", environment) or {})
+    rewards, weights = settings["reward"], settings["reward_weights"]
+    kwargs = dict(settings["chat_template_kwargs"] or {})
     for override in passed:
         key, _, text = override.lstrip("+").partition("=")
-        if key in IN_VERL:
+        if key == f"{REWARD_KWARGS}.reward":
+            rewards = (_yaml(text),)
+        elif key in IN_VERL:
             law[IN_VERL[key]] = _yaml(text)
         elif key.startswith(f"{KWARGS}."):
             kwargs[key.removeprefix(f"{KWARGS}.")] = _yaml(text)
@@ -154,7 +195,8 @@ def training_law(environment: Mapping[str, str], passed: Sequence[str]) -> dict[
     if Path(model).expanduser().is_dir():
         model = Path(model).expanduser().resolve().name
     top_k = 0 if law["top_k"] == -1 else law["top_k"]  # VERL writes -1 for all tokens
-    return {**law, "model": model, "top_k": top_k, "chat_template_kwargs": kwargs or None}
+    judged = resolve_rewards(rewards, weights).identity if rewards else {"reward": None}
+    return {**law, "model": model, "top_k": top_k, **judged, "chat_template_kwargs": kwargs or None}
 
 
 def _yaml(text: str) -> Any:

@@ -34,7 +34,7 @@ CACHES = {  # where libraries would write into the home folder
     "XDG_CACHE_HOME": "other",
 }
 # What may differ between the attempts of one run: how long it trains, how often it saves and validates, batch sizes that only
-# decide memory, and where it is logged.
+# decide memory, and where it is logged and its rollouts go.
 FREE = (
     "trainer.total_epochs",
     "trainer.total_training_steps",
@@ -46,6 +46,9 @@ FREE = (
     "trainer.val_before_train",
     "trainer.rollout_data_dir",
     "trainer.validation_data_dir",
+    "trainer.v1.sampler.custom_sampler.",
+    "trainer.v1.sampler.sampler_kwargs.save_rollouts",
+    "reward.custom_reward_function.reward_kwargs.reward_timeout",
     "trainer.default_local_dir",
     "hydra.run.dir",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",

@@ -11,14 +11,18 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from Gradient_evaluation.chat_template import json_object
-from Gradient_evaluation.cli import Parser, integer, number
+from Gradient_evaluation.cli import LARGEST, Parser, integer, number, reward_name
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.own_reward import CALL_LIMIT
+from Gradient_evaluation.runs.rewards import check_weights
+from Gradient_evaluation.utils import REWARDS
 
 ESTIMATORS = {  # name -> (adv_estimator, loss_agg_mode)
     "grpo": ("grpo", "token-mean"),
@@ -33,19 +37,29 @@ def frequency(text: str) -> int:
     return -1 if text == "-1" else integer(1)(text)
 
 
+def reward_of_a_run(text: str) -> str:
+    """An argparse type: as ``cli.reward_name``, a file by its absolute path, for VERL's workers start in other folders."""
+    source, _, function = reward_name(text).rpartition(":")
+    return f"{Path(source).expanduser().absolute()}:{function}" if source.endswith(".py") else text
+
+
+weight = number(-LARGEST, LARGEST, low_included=True)
+
+
 class Setting(NamedTuple):
-    """One row of the table; ``default`` None means derived from the others, as ``help`` says."""
+    """One row of the table; ``default`` None means derived from the others, as ``help`` says. several: a tuple of values."""
 
     name: str
     convert: Callable[[str], Any]
     default: Any
     help: str
     choices: tuple[str, ...] | None = None
+    several: bool = False
 
 
-def flag(convert: Callable[[str], Any], default: Any, help: str, choices: tuple[str, ...] | None = None):
+def flag(convert: Callable[[str], Any], default: Any, help: str, choices: tuple[str, ...] | None = None, several: bool = False):
     """A field of ``Settings`` that is a flag."""
-    return field(default=default, metadata={"flag": (convert, default, help, choices)})
+    return field(default=default, metadata={"flag": (convert, default, help, choices, several)})
 
 
 @dataclass(frozen=True)
@@ -74,7 +88,15 @@ class Settings:
     chat_template_kwargs: dict[str, Any] | None = flag(
         json_object, None, """variables of the chat template, as JSON: '{"enable_thinking": false}'"""
     )
-    reward: str | None = flag(str, None, "default: what each row of the data says", ("integer", "last_integer", "math"))
+    reward: tuple[str, ...] | None = flag(
+        reward_of_a_run,
+        None,
+        f"{', '.join(REWARDS)}, or path/file.py:function; default: what each row of the data says",
+        None,
+        True,
+    )
+    reward_weights: tuple[float, ...] | None = flag(weight, None, "of several rewards; default 1 each", None, True)
+    reward_timeout: float = flag(positive, CALL_LIMIT, "seconds per call of a reward of yours")
     seed: int = flag(integer(0), 0, "of the data order and the sampling")
     gpus_per_node: int = flag(integer(1), 8, "")
     nnodes: int = flag(integer(1), 1, "machines; more than one need --ray_address")
@@ -89,6 +111,7 @@ class Settings:
     project: str = flag(str, "group_size", "W&B project")
     experiment: str = flag(str, None, "W&B run name; default MODEL_ESTIMATOR_gG_seedS")
     run_dir: str = flag(str, None, "everything the run writes; default outputs/train/EXPERIMENT")
+    save_rollouts: str | None = flag(str, None, "folder for the tokens and log-probs of every rollout; default: not written")
     origin: Mapping[str, str] = field(default_factory=dict)
     passed: tuple[str, ...] = ()
     dry_run: bool = False
@@ -132,6 +155,7 @@ def make_parser() -> Parser:
             choices=setting.choices,
             metavar=None if setting.choices else setting.name.upper(),
             type=setting.convert,
+            nargs="+" if setting.several else None,
         )
     parser.add_argument("--dry_run", action="store_true", help="check everything, print the command, start nothing")
     changes = "continue from a checkpoint although settings differ from those that made it"
@@ -152,6 +176,8 @@ def read_settings(arguments: Sequence[str], environment: Mapping[str, str]) -> S
     for setting in SETTINGS:
         variable = _variable_of(setting.name, environment)  # two that differ are refused, also beside a flag
         values[setting.name], origin[setting.name] = getattr(given, setting.name), "flag"
+        if isinstance(values[setting.name], list):
+            values[setting.name] = tuple(values[setting.name])
         if values[setting.name] is None:
             values[setting.name], origin[setting.name] = _without_flag(setting, variable, environment)
     folder = environment.get("DATA_DIR", "").strip()
@@ -228,8 +254,10 @@ def _from_environment(setting: Setting, variable: str, environment: Mapping[str,
     if variable == "GPUS" and "," in text:  # a list of devices; grpo_train.sh makes it CUDA_VISIBLE_DEVICES
         text = str(len([device for device in text.split(",") if device.strip()]))
     try:
+        if setting.several:
+            return tuple(setting.convert(each) for each in shlex.split(text))
         value = setting.convert(text)
-    except argparse.ArgumentTypeError as error:
+    except (ValueError, argparse.ArgumentTypeError) as error:  # the former: a quote that is not closed
         raise UserError(f"environment variable {variable}: {error}") from None
     if setting.choices and value not in setting.choices:
         raise UserError(f"environment variable {variable}: {text!r} is unknown, use {' or '.join(setting.choices)}")
@@ -258,6 +286,8 @@ def _derived(values: Mapping[str, Any], run_tag: str) -> dict[str, Any]:
         derived["experiment"] = experiment = f"{model}_{values['estimator']}_g{size}_seed{values['seed']}{tag}"
     if not re.fullmatch(r"[\w.+-]+", experiment):
         raise UserError(f"--experiment {experiment!r}: use letters, digits, '.', '_', '-' and '+'")
+    if values["reward_weights"]:
+        check_weights(values["reward_weights"], values["reward"] or ())
     if values["run_dir"] is None:
         derived["run_dir"] = str(Path("outputs/train") / experiment)
     return derived
@@ -265,6 +295,8 @@ def _derived(values: Mapping[str, Any], run_tag: str) -> dict[str, Any]:
 
 def _absolute_paths(values: Mapping[str, Any]) -> dict[str, str]:
     paths = {name: values[name] for name in ("run_dir", "train_files", "val_files")}
+    if values["save_rollouts"]:
+        paths["save_rollouts"] = values["save_rollouts"]
     if Path(values["model"]).expanduser().is_dir():
         paths["model"] = values["model"]
     return {name: str(Path(path).expanduser().absolute()) for name, path in paths.items()}

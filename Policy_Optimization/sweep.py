@@ -31,6 +31,7 @@ IN_TRAINING = {  # entry of the sampling law -> how the training sets it
     "temperature": "TEMPERATURE",
     "max_new_tokens": "MAX_RESPONSE_LENGTH",
     "reward": "REWARD",
+    "reward_weights": "REWARD_WEIGHTS",
     "chat_template_kwargs": "CHAT_TEMPLATE_KWARGS",
     "top_p": "actor_rollout_ref.rollout.top_p",
     "top_k": "actor_rollout_ref.rollout.top_k",
@@ -211,6 +212,8 @@ def launch(settings: SweepSettings, each: Mapping[str, Any], *more: str, **pipes
     Sizes, seeds and folders are the sweep's: its flags win over variables of the same names. A hub model is fetched once.
     """
     own = {"group_size": each["group_size"], "seed": each["seed"], "run_dir": settings.sweep_dir / each["run_dir"]}
+    if folder := os.environ.get("SAVE_ROLLOUTS", "").strip():
+        own["save_rollouts"] = Path(folder) / each["run_dir"]
     flags = [text for name, value in (own | settings.budgets).items() for text in (f"--{name}", str(value))]
     chosen = ["--env", settings.env] if settings.env else []
     passed = ["--", *settings.passed] if settings.passed else []

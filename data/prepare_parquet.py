@@ -5,6 +5,7 @@ r"""Write the two parquet files VERL trains from: train.parquet and val.parquet 
     python data/prepare_parquet.py gsm8k --model Qwen/Qwen2.5-1.5B-Instruct --out_dir outputs/parquet/gsm8k
     python data/prepare_parquet.py math --train train.jsonl --val test.jsonl --model ./my_model --overlong drop
     python data/prepare_parquet.py jsonl --train a.jsonl --val b.jsonl --reward math --data_source mine
+    python data/prepare_parquet.py jsonl --train a.jsonl --val_size 200 --reward integer format.py:score --reward_weights 1 0.2
 
     kind        columns read           answer taken from                  reward    default sources
     arithmetic  prompt, ground_truth   ground_truth                       integer   none
@@ -17,8 +18,10 @@ that will judge it. With ``--model`` the prompts are counted in that model's tok
 against ``--max_prompt_length``. Messages may have tool_calls and the like where VERL renders them whole. VERL takes
 no tools row by row and does not continue an assistant's message: such rows are refused. Prompts that train and
 validation share are reported. Columns written: data_source, prompt (messages), ability, reward_model {style,
-ground_truth (text)}, extra_info {split, index, reward}, and ground_truth, so that calculate_oracle_v.py reads the
-same file. Seconds for GSM8K.
+ground_truth (text)}, extra_info {split, index, reward, columns}, and ground_truth, so that calculate_oracle_v.py reads the
+same file. extra_info.columns is JSON: the other columns of the source, which a reward function of yours
+(path/file.py:function) gets in training and evaluation alike; with such a function also the prompt, and the
+ground_truth as the source has it. Seconds for GSM8K.
 """
 
 from __future__ import annotations
@@ -32,10 +35,12 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.chat_template import FLAG, json_object
-from Gradient_evaluation.cli import Parser, importing, integer, run
+from Gradient_evaluation.cli import Parser, importing, integer, number, run
+from Gradient_evaluation.own_reward import CALL_LIMIT
 from Gradient_evaluation.runs.dataset import SUFFIXES
 from Gradient_evaluation.runs.files import one_line_errors, write_bytes_atomic
-from Gradient_evaluation.utils import REWARDS
+from Gradient_evaluation.runs.rewards import check_weights
+from Policy_Optimization.settings import reward_of_a_run, weight
 
 GSM8K_REQUEST = "Reason step by step, then give the final answer alone on the last line after ####."
 MATH = "DigitalLearningGmbH/MATH-lighteval"
@@ -73,7 +78,9 @@ class Settings:
     val_split: str
     val_size: int | None
     seed: int
-    reward: str
+    reward: tuple[str, ...]
+    reward_weights: tuple[float, ...] | None
+    reward_timeout: float
     data_source: str
     model: str | None
     max_prompt_length: int
@@ -106,7 +113,21 @@ def parse_args(arguments: Sequence[str] | None) -> Settings:
     parser.add_argument("--val_split", default="test", help="the same for validation (%(default)s)")
     parser.add_argument("--val_size", type=integer(1), help="instead of --val: hold out this many training rows")
     parser.add_argument("--seed", type=integer(0), default=0, help="of the held-out choice (%(default)s)")
-    parser.add_argument("--reward", choices=sorted(REWARDS), help="default: that of the kind; jsonl: integer")
+    parser.add_argument(
+        "--reward",
+        type=reward_of_a_run,
+        nargs="+",
+        metavar="NAME_OR_FILE",
+        help="integer, last_integer, math, or path/file.py:function; several are added up. Default: that of the kind; "
+        "jsonl: integer",
+    )
+    parser.add_argument("--reward_weights", type=weight, nargs="+", metavar="W", help="of several rewards (1 each)")
+    parser.add_argument(
+        "--reward_timeout",
+        type=number(0, low_included=False),
+        default=CALL_LIMIT,
+        help="seconds per call of a reward function of yours (%(default)g)",
+    )
     parser.add_argument("--data_source", help="name of the data in VERL's metrics (default: that of the kind)")
     parser.add_argument("--model", help="count prompts in this model's tokens, against --max_prompt_length")
     parser.add_argument("--max_prompt_length", type=integer(1), default=512, help="tokens (%(default)s)")
@@ -121,7 +142,9 @@ def parse_args(arguments: Sequence[str] | None) -> Settings:
     parser.add_argument("--out_dir", type=Path, help="folder for the two files (default outputs/parquet/KIND)")
     flags = parser.parse_args(arguments)
     form = KINDS[flags.kind]
-    flags.reward = flags.reward or form.reward
+    flags.reward = tuple(flags.reward or [form.reward])
+    flags.reward_weights = tuple(flags.reward_weights) if flags.reward_weights else None
+    check_weights(flags.reward_weights, flags.reward)
     flags.data_source = flags.data_source or form.data_source
     flags.out_dir = flags.out_dir or Path("outputs") / "parquet" / flags.kind
     return Settings(**vars(flags))

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
+from data.answers import answer_of
 from Gradient_evaluation.chat_template import FLAG, check_variables, tool_schemas, verl_text
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.dataset import Record, prompt_id, read_records, warn_on_stderr
-from Gradient_evaluation.utils import REWARDS, Messages, last_boxed, normalise_prompt
+from Gradient_evaluation.own_reward import is_own
+from Gradient_evaluation.runs.dataset import Record, prompt_id, read_records, to_json, warn_on_stderr
+from Gradient_evaluation.runs.rewards import check_weights
+from Gradient_evaluation.utils import Messages, normalise_prompt
+from Policy_Optimization.reward_fn import Chosen, as_row, check_row, resolved
 
 if TYPE_CHECKING:
     from data.prepare_parquet import Settings
 
 
 class Problem(NamedTuple):
-    """One row to be: messages, the answer as text, and where it stands for messages to the user."""
+    """One row to be: messages, the answer as text, where it stands for messages to the user, and its other columns."""
 
     messages: Messages
     ground_truth: str
     where: str
+    columns: Mapping[str, Any] = MappingProxyType({})
 
 
 def read_source(source: str, split: str, configuration: str | None) -> Iterator[Record]:
@@ -43,39 +49,6 @@ def read_source(source: str, split: str, configuration: str | None) -> Iterator[
         raise UserError(f"{source}: no local file or folder of this name, and the hub gave: {reason}") from None
     for number, record in enumerate(data, start=1):
         yield f"row {number} of {source} [{split}]", record
-
-
-def answer_text(value: Any, reward: str, kind: str) -> str:
-    r"""The answer of a row as text: what follows the last ``####``, the last ``\boxed{}``, or the value itself.
-
-    Raises UserError if ``reward`` could not compare with it, or where a kind promises a mark that is missing.
-
-    >>> answer_text("48 / 2 = 24\n#### 1,024", "integer", "gsm8k"), answer_text(r"so \boxed{\frac12}", "math", "math")
-    ('1024', '\\frac12')
-    """
-    if kind == "gsm8k" and not (isinstance(value, str) and "####" in value):
-        raise UserError("the answer has no ####; is this GSM8K?")
-    if kind == "math":
-        value = _boxed_answer(value)
-    checked = REWARDS[reward].check(value)
-    if isinstance(checked, int):
-        return str(checked)
-    text = str(value)
-    if "####" in text:
-        return text.rpartition("####")[2].strip()
-    boxed = last_boxed(text)
-    return (text if boxed is None else boxed).strip()
-
-
-def _boxed_answer(solution: Any) -> str:
-    r"""What the last ``\boxed{}`` holds; a few solutions of MATH write ``\boxed 5$`` without braces."""
-    answer = last_boxed(solution) if isinstance(solution, str) else None
-    if answer is None and isinstance(solution, str):
-        bare = re.findall(r"\\boxed\s+([^${}\\\s]+)\s*(?=\$)", solution)
-        answer = bare[-1] if bare else None
-    if answer is None:
-        raise UserError(r"the solution has no balanced \boxed{}; is this MATH?")
-    return answer
 
 
 def load_problems(records: Iterator[Record], source: str, settings: Settings) -> list[Problem]:
@@ -99,7 +72,7 @@ def load_problems(records: Iterator[Record], source: str, settings: Settings) ->
         repeated += key in found
         found.setdefault(key, problem)
     if dropped:
-        reason = f"whose answer the {settings.reward} reward cannot use; the first: {dropped[0]}"
+        reason = f"whose answer the {' and '.join(settings.reward)} reward cannot use; the first: {dropped[0]}"
         warn_on_stderr(f"{source}: dropped {len(dropped)} rows {reason}")
     if repeated:
         warn_on_stderr(f"{source}: left out {repeated} rows with the prompt and answer of an earlier one")
@@ -119,9 +92,52 @@ def read_problem(where: str, record: Record, settings: Settings) -> Problem:
             raise UserError(f"{where}: no column {column!r} (columns: {existing}); {settings.kind} rows need it")
     messages = _messages(record[form.prompt_column], form.request, where, record.get("tools"))
     try:
-        return Problem(messages, answer_text(record[form.answer_column], settings.reward, settings.kind), where)
+        problem = Problem(
+            messages,
+            answer_of(record[form.answer_column], settings.kind, settings.reward),
+            where,
+            other_columns(record, settings),
+        )
+        _check_rewards(problem, settings)
+        return problem
     except UserError as error:
         raise UnusableAnswer(str(error)) from None
+
+
+def other_columns(record: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """The columns of a source that VERL's rows do not have, of those that have a form in JSON."""
+    found = {}
+    for name, value in record.items():
+        if name not in (settings.form.prompt_column, settings.form.answer_column, "tools", "__index_level_0__"):
+            with contextlib.suppress(UserError):
+                found[str(name)] = to_json(value)
+    if any(map(is_own, settings.reward)) and not settings.form.request:  # as the evaluation has it of the source itself
+        found["ground_truth"] = to_json(record[settings.form.answer_column])
+    return found
+
+
+def _check_rewards(problem: Problem, settings: Settings) -> None:
+    """UserError where a reward cannot judge the continuations of a problem."""
+    if any(map(is_own, settings.reward)) or len(settings.reward) > 1:
+        rewards = resolved(Chosen(settings.reward, (), settings.reward_timeout))
+        row = as_row(settings.data_source, problem.ground_truth, extra_info(problem, "", None, settings))
+        try:
+            check_row(row, rewards)
+        except UserError as error:  # the caller says where, and what to do
+            raise UserError(str(error).removeprefix(f"{row.where}: ").partition("; correct it or")[0]) from None
+
+
+def extra_info(problem: Problem, split: str, index: int | None, settings: Settings) -> dict[str, Any]:
+    """What VERL passes to the reward beside the answer: which reward it is, and the columns of the source, as JSON text."""
+    own, columns = any(map(is_own, settings.reward)), dict(problem.columns)
+    if own:
+        columns["prompt"] = problem.messages
+    reward: str = settings.reward[0]
+    weights = check_weights(settings.reward_weights, settings.reward)
+    if len(settings.reward) > 1 or weights != (1.0,):
+        reward = json.dumps(dict(zip(settings.reward, weights)))
+    text = json.dumps(columns, ensure_ascii=False) if columns else None
+    return {"split": split, "index": index, "reward": reward, "columns": text}
 
 
 def _messages(prompt: Any, request: str, where: str, tools: Any = None) -> Messages:
@@ -180,15 +196,15 @@ def split_by_length(
     return short, long
 
 
-def prompt_type(problems: Sequence[Problem]):
-    """The parquet type of the prompts: role, content, and the other fields that their messages have."""
+def message_type(prompts: Sequence[Messages]):
+    """The parquet type of prompts: role, content, and the other fields that their messages have."""
     import pyarrow
 
     text = pyarrow.string()
     fields = {"role": text, "content": text}
-    names = {name: None for problem in problems for message in problem.messages for name in message if name not in fields}
+    names = {name: None for messages in prompts for message in messages for name in message if name not in fields}
     for name in names:
-        values = [message.get(name) for problem in problems for message in problem.messages]
+        values = [message.get(name) for messages in prompts for message in messages]
         try:
             fields[name] = pyarrow.infer_type(values)
         except pyarrow.ArrowException as error:
@@ -201,7 +217,7 @@ def as_verl_reads(problems: dict[str, list[Problem]]) -> dict[str, list[Problem]
     """The problems as they come back from parquet: every message has the fields of all messages, null where it had none."""
     import pyarrow
 
-    kind = prompt_type([problem for rows in problems.values() for problem in rows])
+    kind = message_type([problem.messages for rows in problems.values() for problem in rows])
 
     def read_back(rows: list[Problem]) -> list[Problem]:
         messages = pyarrow.array([problem.messages for problem in rows], type=kind).to_pylist()
@@ -218,10 +234,10 @@ def to_parquet(problems: Sequence[Problem], split: str, settings: Settings) -> b
     text = pyarrow.string()
     columns = {
         "data_source": text,
-        "prompt": prompt_type(problems),
+        "prompt": message_type([problem.messages for problem in problems]),
         "ability": text,
         "reward_model": pyarrow.struct({"style": text, "ground_truth": text}),
-        "extra_info": pyarrow.struct({"split": text, "index": pyarrow.int64(), "reward": text}),
+        "extra_info": pyarrow.struct({"split": text, "index": pyarrow.int64(), "reward": text, "columns": text}),
         "ground_truth": text,
     }
     rows = [
@@ -230,7 +246,7 @@ def to_parquet(problems: Sequence[Problem], split: str, settings: Settings) -> b
             "prompt": problem.messages,
             "ability": settings.form.ability,
             "reward_model": {"style": "rule", "ground_truth": problem.ground_truth},
-            "extra_info": {"split": split, "index": index, "reward": settings.reward},
+            "extra_info": extra_info(problem, split, index, settings),
             "ground_truth": problem.ground_truth,
         }
         for index, problem in enumerate(problems)

@@ -121,7 +121,7 @@ def plot_by_step(runs: Sequence[Run], ax=None):
             low, high = zip(*((mean.value - mean.half_width, mean.value + mean.half_width) for mean in means.values()))
             ax.fill_between(steps, low, high, color=look.colour, alpha=0.15, linewidth=0)
     ax.set_xlabel(f"training step\n(n = {len(runs)} run{'s' if len(runs) > 1 else ''})")
-    ax.set_ylabel("validation accuracy")
+    ax.set_ylabel(f"validation {runs[0].measure}")
     finish(ax, loc="upper center", bbox_to_anchor=(0.5, -0.27), ncols=2)
     return ax.get_figure(), ax
 
@@ -141,7 +141,8 @@ def plot_by_group_size(runs: Sequence[Run], last: int = 1, ax=None):
     seeds = sorted({mean.n for mean in means.values()})
     count = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     ax.set_xlabel(f"group size G\n(n = {count} seeds each)")
-    ax.set_ylabel("final validation accuracy" if last == 1 else f"accuracy, mean of the last {last} validations")
+    measure = runs[0].measure
+    ax.set_ylabel(f"final validation {measure}" if last == 1 else f"{measure}, mean of the last {last} validations")
     finish(ax)
     return ax.get_figure(), ax
 
@@ -150,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="plot_training.py", description="Validation accuracy against step and against group size.")
     parser.add_argument("sources", nargs="+", metavar="SOURCE", help="sweep, run folder, or JSONL of VERL's file logger")
     parser.add_argument("--out", required=True, help="figure to write; .pdf and .svg are vector, .png is not")
-    parser.add_argument("--metric", help="VERL's name of the accuracy (default: val-core/.../acc/mean@N)")
+    parser.add_argument("--metric", help="VERL's name of the accuracy (default: val-core/.../acc/mean@N, or reward for acc)")
     parser.add_argument("--last", type=integer(1), default=1, help="validations averaged for the right panel (1)")
     parser.add_argument("--save_json", help="also write the numbers that are drawn")
     flags = parser.parse_args(arguments)

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.files import one_line_errors
 
-VALIDATION = re.compile(r"val-core/.+/acc/mean@\d+")
+VALIDATION = re.compile(r"val-core/.+/(acc|reward)/mean@\d+")  # VERL logs the reward there where rewards have no acc
 NAME = re.compile(r"(?:^|[_\W])g(?:roup_size)?[_=]?(\d+)(?=$|[_\W])", re.IGNORECASE)
 SEED = re.compile(r"(?:^|[_\W])seed[_=]?(\d+)(?=$|[_\W])", re.IGNORECASE)
 METRICS = "metrics_*.jsonl"  # of attempt 1, 2, ... in logs/
@@ -33,16 +33,17 @@ Rows = list[tuple[int, dict[str, float]]]  # (step, metrics by name)
 
 
 class Run(NamedTuple):
-    """One training run: its name, its G and seed (None where unknown), and {step: accuracy}."""
+    """One training run: its name, its G and seed (None where unknown), {step: accuracy}, and what that is: or the reward."""
 
     name: str
     group_size: int | None
     seed: int | None
     accuracy: dict[int, float]
+    measure: str = "accuracy"
 
 
 def load_runs(path: str | Path, metric: str | None = None) -> list[Run]:
-    """The runs in ``path``. metric: VERL's name of the accuracy; by default the only val-core/.../acc/mean@N in the log."""
+    """The runs in ``path``. metric: VERL's name of the accuracy; by default the only val-core/.../(acc or reward)/mean@N."""
     path = Path(path)
     if path.is_dir() and (path / "manifest.json").is_file():
         path = path / "manifest.json"
@@ -66,7 +67,7 @@ def _run(name: str, rows: Rows, metric: str | None, path: Path, known: tuple[int
     if metric is None:
         found = sorted(key for key in names if VALIDATION.fullmatch(key))
         if not found:
-            raise UserError(f"{path}: holds no validation accuracy (val-core/.../acc/mean@N); was test_freq -1?")
+            raise UserError(f"{path}: holds no validation accuracy (val-core/.../acc or reward/mean@N); was test_freq -1?")
         if len(found) > 1:
             raise UserError(f"{path}: holds several accuracies ({', '.join(found)[:150]}); choose one with --metric")
         metric = found[0]
@@ -77,7 +78,8 @@ def _run(name: str, rows: Rows, metric: str | None, path: Path, known: tuple[int
         int(match[1]) if value is None and (match := pattern.search(name)) else value
         for value, pattern in zip(known, (NAME, SEED))
     )
-    return Run(name, size, seed, dict(sorted(accuracy.items())))
+    measure = "reward" if "/reward/" in metric else "accuracy"
+    return Run(name, size, seed, dict(sorted(accuracy.items())), measure)
 
 
 def _numbers(metrics: dict) -> dict[str, float]:

@@ -106,6 +106,7 @@ def make_row(where: str, record: Mapping[str, Any]) -> Row:
         prompt = normalise_prompt(record["prompt"])
         _refuse_surrogates(prompt)
         columns = {str(name): to_json(value) for name, value in record.items() if name != "__index_level_0__"}
+        columns = with_packed_columns(columns)
         tools = tool_schemas(columns.get("tools"))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
@@ -113,6 +114,30 @@ def make_row(where: str, record: Mapping[str, Any]) -> Row:
     if ground_truth is None:
         raise UserError(f"{where}: the ground_truth is null or NaN; complete or remove the row")
     return Row(prompt, ground_truth, columns, where, prompt_id(prompt, ground_truth, tools))
+
+
+def packed_columns(extra_info: Any) -> dict[str, Any]:
+    """The columns of a data set that prepare_parquet.py has put into a row's extra_info; {} where there are none.
+
+    They are one JSON text, extra_info["columns"]: parquet would give every row the columns of all rows, and one type to each.
+    """
+    text = extra_info.get("columns") if isinstance(extra_info, Mapping) else None
+    try:
+        found = json.loads(text) if isinstance(text, str) else None
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def with_packed_columns(columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns of a row, with those that prepare_parquet.py has put into its extra_info; these come first.
+
+    Among them can be the ground_truth as the data set has it, which VERL's files hold as text, in reward_model too.
+    """
+    packed = packed_columns(columns.get("extra_info"))
+    if "ground_truth" in packed and isinstance(columns.get("reward_model"), Mapping):
+        packed["reward_model"] = {**columns["reward_model"], "ground_truth": packed["ground_truth"]}
+    return {**columns, **packed}
 
 
 def _refuse_surrogates(prompt: str | Messages) -> None:

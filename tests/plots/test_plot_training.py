@@ -27,6 +27,14 @@ def test_verls_jsonl_is_read_up_to_a_torn_last_line(tmp_path):
     assert load_runs(path) == [Run("qwen_g16_seed3", 16, 3, CURVE)]
 
 
+def test_a_run_without_accuracy_shows_its_reward(tmp_path):
+    path = jsonl(tmp_path / "g16_seed3.jsonl", metric="val-core/custom/reward/mean@4")
+    runs = load_runs(path)
+    assert runs == [Run("g16_seed3", 16, 3, CURVE, "reward")]
+    _, axes = plot_training(runs)
+    assert [ax.get_ylabel() for ax in axes] == ["validation reward", "final validation reward"]
+
+
 def test_attempts_are_joined_and_the_later_one_counts(tmp_path):
     run = tmp_path / "a run"
     jsonl(run / "logs" / "metrics_1.jsonl", {0: 0.25, 5: 0.4, 10: 0.9})  # killed at 11; the checkpoint was of step 5

@@ -116,8 +116,9 @@ SIGNATURES = [
     (
         "verl_without_its_columns",
         PLAIN,
-        "def f(data_source, solution_str, ground_truth, extra_info): return len(data_source + solution_str) + len(extra_info)",
-        [1, 2],
+        "def f(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return len(data_source + solution_str) + len(extra_info) + 10 * extra_info['level']",  # its other columns
+        [32, 33],
     ),
     (
         "each_call_its_own_copy",

@@ -31,7 +31,8 @@ def save_chat_tokenizer(folder):
 
 def parquet(rows, split, data_source="arithmetic", reward="integer") -> bytes:
     """The bytes of a file that prepare_parquet.py would write of these rows."""
-    return to_parquet(rows, split, replace(prepare_parquet.parse_args(["arithmetic"]), data_source=data_source, reward=reward))
+    settings = prepare_parquet.parse_args(["arithmetic"])
+    return to_parquet(rows, split, replace(settings, data_source=data_source, reward=(reward,)))
 
 
 def good(inputs, **changes) -> list[str]:

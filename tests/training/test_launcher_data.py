@@ -164,9 +164,9 @@ def test_an_empty_system_message_is_written_and_taken(tmp_path):
     rows = [{"prompt": [system, {"role": "user", "content": f"{n}?"}], "ground_truth": n} for n in (1, 2)]
     train, _ = prepare(tmp_path, "jsonl", write_jsonl(tmp_path / "a.jsonl", rows), None, "--val_size", "1")
     assert train[0]["prompt"][0] == {"role": "system", "content": ""}
-    checks.check_rows(train, tmp_path / "train.parquet", "train_files", None)
+    checks.check_rows(train, tmp_path / "train.parquet", "train_files", {})
     with pytest.raises(UserError, match="row 1: the prompt is empty.*prepare_parquet"):
-        checks.check_rows([{**train[0], "prompt": [{"role": "user", "content": ""}]}], "x.parquet", "train_files", None)
+        checks.check_rows([{**train[0], "prompt": [{"role": "user", "content": ""}]}], "x.parquet", "train_files", {})
 
 
 def test_verl_renders_tool_calls_as_the_evaluation_does(inputs, tmp_path):
@@ -193,7 +193,7 @@ def test_verl_renders_tool_calls_as_the_evaluation_does(inputs, tmp_path):
     for source_row, row in zip(load_dataset_rows(str(source), "train"), (data[index] for index in range(3))):
         verl = tokenizer.apply_chat_template(list(row["raw_prompt"]), add_generation_prompt=True, tokenize=True, **kwargs)
         assert verl["input_ids"] == format_prompt(tokenizer, source_row.prompt, chat=Chat(kwargs))
-    checks.check_rows(read(tmp_path / "out" / "train.parquet"), "train.parquet", "train_files", None)
+    checks.check_rows(read(tmp_path / "out" / "train.parquet"), "train.parquet", "train_files", {})
 
 
 def test_messages_that_verl_would_render_otherwise_are_refused(inputs, tmp_path):
@@ -220,7 +220,7 @@ def test_what_verl_cannot_carry_is_not_written_and_not_read(tmp_path, change, me
         prepare(tmp_path, "jsonl", source, source)
     known = {"data_source": "custom", "reward_model": {"ground_truth": "5"}, "extra_info": {"reward": "integer"}, **row}
     with pytest.raises(UserError, match=f"row 1: .*{message}"):
-        checks.check_rows([known], "x.parquet", "train_files", None)
+        checks.check_rows([known], "x.parquet", "train_files", {})
 
 
 def test_template_variables_are_counted_unread_ones_refused(inputs, tmp_path, capsys):

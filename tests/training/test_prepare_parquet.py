@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from launches import prepare, save_chat_tokenizer, write_jsonl
 
+from data.answers import answer_text
 from data.make_arithmetic import make_problems
-from data.verl_parquet import answer_text
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import load_dataset_rows
 from Gradient_evaluation.utils import REWARDS
@@ -30,7 +30,12 @@ def test_arithmetic_rows_have_the_schema_that_verl_reads(tmp_path):
                 "prompt": source["prompt"],
                 "ability": "arithmetic",
                 "reward_model": {"style": "rule", "ground_truth": str(source["ground_truth"])},
-                "extra_info": {"split": split, "index": index, "reward": "integer"},
+                "extra_info": {
+                    "split": split,
+                    "index": index,
+                    "reward": "integer",
+                    "columns": json.dumps({"kind": source["kind"]}),
+                },
                 "ground_truth": str(source["ground_truth"]),
             }
 

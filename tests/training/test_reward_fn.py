@@ -60,9 +60,9 @@ def test_the_extracted_answer_is_text_always(text, reward, expected):
 
 
 def test_keyword_beats_row_beats_data_source():
-    assert choose_reward("openai/gsm8k") == "integer"
-    assert choose_reward("openai/gsm8k", {"reward": "math"}) == "math"
-    assert choose_reward("openai/gsm8k", {"reward": "math"}, "integer") == "integer"
+    assert choose_reward("openai/gsm8k").names == ("integer",)
+    assert choose_reward("openai/gsm8k", {"reward": "math"}).names == ("math",)
+    assert choose_reward("openai/gsm8k", {"reward": "math"}, "integer").names == ("integer",)
     assert set(DATA_SOURCES.values()) <= set(REWARDS)
 
 

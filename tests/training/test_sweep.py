@@ -219,6 +219,13 @@ def test_every_run_is_checked_then_trained_once(sweep, tmp_path):
     assert sweep("--seeds", "1", "2").returncode == 0 and "--seed 2" in lines(tmp_path)[1][0] and len(lines(tmp_path)[1]) == 2
 
 
+def test_each_run_saves_its_rollouts_in_a_folder_of_its_own(sweep, tmp_path):
+    assert sweep("--dry_run", SAVE_ROLLOUTS="my rollouts").returncode == 0
+    checked, _ = lines(tmp_path)
+    assert len(checked) == 2
+    assert all(f"--save_rollouts my rollouts/{run}" in line for run, line in zip(("g4_seed0", "g8_seed0"), checked))
+
+
 def test_a_failed_run_is_tried_again_and_stops_no_other(sweep, tmp_path):
     done = sweep(fail_at="--group_size 4")
     assert done.returncode == 1 and "1 of the runs failed" in done.stderr

@@ -84,12 +84,14 @@ def launcher(out: Path, model: Path, env: Path, steps: int) -> tuple[list[str], 
         "log_prob_micro_batch_size": 256,
         "save_freq": 8,
         "test_freq": 8,
+        "save_rollouts": out / "rollouts",
     }
     settings = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
     passed = [
         "--",
         *overrides,
         f"trainer.total_training_steps={steps}",
+        f"trainer.rollout_data_dir={out / 'verl_dump'}",
         f"actor_rollout_ref.rollout.temperature={TEMPERATURE}",
         f"actor_rollout_ref.rollout.val_kwargs.temperature={TEMPERATURE}",
     ]
@@ -194,6 +196,31 @@ def check(run_dir: Path, steps: int, saved: int, killed_after: int) -> dict:
     return {"validation": validation, "accuracy_by_step": logged.accuracy, "steps_first": first, "steps_second": second}
 
 
+def check_rollouts(out: Path, model: Path, steps: int, budget: int = 256) -> float:
+    """Assert that the ``budget`` rollouts of every step are saved, and that VERL's own dump has the same texts and scores.
+
+    Returns the largest difference between a saved log-prob of step 1 and that of ``model``, which sampled it.
+    """
+    import pyarrow.parquet
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    for step in range(1, steps + 1):
+        rows = pyarrow.parquet.read_table(out / "rollouts" / f"step_{step:06d}.parquet").to_pylist()
+        dumped = [json.loads(line) for line in (out / "verl_dump" / f"{step}.jsonl").read_text().splitlines()]
+        saved = sorted((row["text"], row["reward"]) for row in rows)
+        assert len(rows) == budget and saved == sorted((row["output"], row["score"]) for row in dumped), step
+    scorer, largest = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval(), 0.0
+    for row in pyarrow.parquet.read_table(out / "rollouts" / "step_000001.parquet").to_pylist():
+        ids, tokens = torch.tensor([row["prompt_ids"] + row["response_ids"]]), row["response_ids"]
+        with torch.inference_mode():
+            logits = scorer(ids).logits[0, len(row["prompt_ids"]) - 1 : -1] / float(TEMPERATURE)
+        found = torch.log_softmax(logits, -1)[range(len(tokens)), tokens]
+        largest = max(largest, (found - torch.tensor(row["log_probs"])).abs().max().item())
+    assert largest < 1e-4, largest
+    return largest
+
+
 def main() -> None:
     parser = Parser(prog="train_for_real.py", description="VERL training on a CPU, killed, continued, measured.")
     parser.add_argument("--env", type=Path, required=True, help="environment with requirements.txt of this folder")
@@ -217,6 +244,7 @@ def main() -> None:
     subprocess.run(command, env=environment, cwd=ROOT, check=True, timeout=LIMIT)
     second = time.monotonic() - again
     figures = check(run_dir, flags.steps, saved, saved + 2)
+    figures["log_prob_difference"] = check_rollouts(out, model, flags.steps)
     trained = merge(env, out, flags.steps)
     after = mean_value(trained, out)
     figures["mean_V"] = paired(before, after)
