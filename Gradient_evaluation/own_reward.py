@@ -274,3 +274,16 @@ def _end(process: subprocess.Popen, owner: int) -> None:
     process.wait()
     process.stdin.close()
     process.stdout.close()
+
+
+def check_weights(weights: Sequence[float] | None, names: Sequence[str]) -> tuple[float, ...]:
+    """One weight for each of ``names``; UserError where there are more or fewer, or all are 0."""
+    if weights is None:
+        return (1.0,) * len(names)
+    if len(weights) != len(names):
+        raise UserError(
+            f"--reward_weights: {len(weights)} weights for {len(names)} rewards ({', '.join(names)}); give one each"
+        )
+    if not any(weights):
+        raise UserError("--reward_weights: all are 0, so that no reward counts; give one that is not")
+    return tuple(map(float, weights))

@@ -24,9 +24,8 @@ if str(Path(__file__).resolve().parents[1]) not in sys.path:  # Ray's workers st
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.integer_answer import final_reply, parse_integer_answer
-from Gradient_evaluation.own_reward import CALL_LIMIT, Reward, is_own, resolve_reward
+from Gradient_evaluation.own_reward import CALL_LIMIT, Reward, check_weights, is_own, resolve_reward
 from Gradient_evaluation.runs.dataset import packed_columns, to_json, with_packed_columns
-from Gradient_evaluation.runs.rewards import check_weights
 from Gradient_evaluation.utils import REWARDS, last_boxed, parse_last_integer
 
 DATA_SOURCES = {

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from Gradient_evaluation.runs.results import FLOOR, label_in
-from Gradient_evaluation.runs.rollouts.compare import check_lines
+from Gradient_evaluation.runs.rollouts_check import check_lines
 from Gradient_evaluation.stats.estimators import DEFAULT, label_of
 from Gradient_evaluation.stats.group_size import PREDICTION
 

@@ -20,7 +20,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.by_reward import OTHER_LAYERS
 from Gradient_evaluation.runs.files import to_json_line, write_bytes_atomic, write_json
 from Gradient_evaluation.runs.oracle_table import OracleRow
-from Gradient_evaluation.runs.rollouts.compare import rollouts_check
+from Gradient_evaluation.runs.rollouts_check import rollouts_check
 from Gradient_evaluation.runs.summaries import Notes, by_group, check_allocation, layers_of, rewards_alone, summary_of
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators

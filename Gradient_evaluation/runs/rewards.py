@@ -19,7 +19,7 @@ import numpy as np
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.integer_answer import shorten_repr
-from Gradient_evaluation.own_reward import CALL_LIMIT, Reward, resolve_reward
+from Gradient_evaluation.own_reward import CALL_LIMIT, Reward, check_weights, resolve_reward
 from Gradient_evaluation.runs.dataset import Row
 
 SMALLEST, LARGEST = 1e-30, 1e30  # sizes of a reward but 0: products of four, times scores, stay below a float's 1e308
@@ -92,19 +92,6 @@ def resolve_rewards(
         if reward.name in [each.name for each in rewards[:position]]:
             raise UserError(f"--reward: two rewards have the name {reward.name}; rename one of the two")
     return RunRewards(rewards, checked)
-
-
-def check_weights(weights: Sequence[float] | None, names: Sequence[str]) -> tuple[float, ...]:
-    """One weight for each of ``names``; UserError where there are more or fewer, or all are 0."""
-    if weights is None:
-        return (1.0,) * len(names)
-    if len(weights) != len(names):
-        raise UserError(
-            f"--reward_weights: {len(weights)} weights for {len(names)} rewards ({', '.join(names)}); give one each"
-        )
-    if not any(weights):
-        raise UserError("--reward_weights: all are 0, so that no reward counts; give one that is not")
-    return tuple(map(float, weights))
 
 
 def check_ground_truths(rows: Sequence[Row], rewards: RunRewards) -> None:

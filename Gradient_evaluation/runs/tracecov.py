@@ -15,6 +15,7 @@ import torch
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import fingerprint, model_label, resolve_dtype
+from Gradient_evaluation.own_reward import check_weights
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.by_reward import reweighted
 from Gradient_evaluation.runs.files import write_json
@@ -37,7 +38,6 @@ from Gradient_evaluation.runs.resume import (
     read_identity,
     saved_on_interrupt,
 )
-from Gradient_evaluation.runs.rewards import check_weights
 from Gradient_evaluation.runs.rollouts.from_text import retokenised_share
 from Gradient_evaluation.runs.rollouts.reward_again import rewarded_again, why_no_sketch
 from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
