@@ -24,18 +24,14 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
-import subprocess
 import sys
-import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.helper_process import HelperProcess, NoAnswer
 from Gradient_evaluation.integer_answer import shorten_repr
 from Gradient_evaluation.reward_worker import TRL
 from Gradient_evaluation.utils import REWARDS
@@ -136,22 +132,20 @@ class OwnFunction:
             self.asked["file"] = str(path.resolve())
         else:
             self.asked["module"] = source
-        self._forget()
         self.about: dict[str, Any] = {}
-        with self._lock:
+        self._helper = self._new_helper()
+        with self._helper.asking():
             self.about = self._start()
 
-    def _forget(self) -> None:
-        self._lock, self._owner, self._end = threading.Lock(), os.getpid(), None
-        self._process: subprocess.Popen | None = None
-        self._read = b""
+    def _new_helper(self) -> HelperProcess:
+        return HelperProcess([sys.executable, str(Path(__file__).with_name("reward_worker.py")), json.dumps(self.asked)])
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in vars(self).items() if name in ("typed", "name", "timeout", "asked", "about")}
+        return {name: value for name, value in vars(self).items() if name != "_helper"}
 
     def __setstate__(self, state: dict) -> None:
         vars(self).update(state)
-        self._forget()
+        self._helper = self._new_helper()
 
     def check(self, ground_truth: Any) -> None:
         """Raise UserError where the function needs a ground truth and there is none."""
@@ -175,14 +169,8 @@ class OwnFunction:
         plain = {"prompt": row.prompt, "ground_truth": row.ground_truth, "columns": row.columns}
         ids = None if token_ids is None else [list(map(int, each)) for each in token_ids]
         question = json.dumps({"texts": texts, "token_ids": ids, "row": plain}).encode() + b"\n"
-        if self._owner != os.getpid():
-            self._forget()  # the helper is that of the process this one was forked from
-        with self._lock:
-            try:
-                values, error = self._answers(question, len(texts))
-            except BaseException:  # also Ctrl-C: what the helper still says belongs to no question
-                self._stop()
-                raise
+        with self._helper.asking():
+            values, error = self._answers(question, len(texts))
         if error:
             raise UserError(self._told(error, texts, len(values), row))
         return values
@@ -210,70 +198,30 @@ class OwnFunction:
 
     def _start(self) -> dict:
         """Start the helper; what it says about the function. Raises UserError where it is unusable or has changed."""
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("reward_worker.py")), json.dumps(self.asked)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
-        self._read = b""
-        self._end = weakref.finalize(self, _end, self._process, os.getpid())
+        self._helper.start()
         answer = self._answer(max(START_LIMIT, self.timeout), "while it was imported")
         if "error" in answer:
-            self._stop()
             raise UserError(f"--reward {self.typed}: {answer['error']}")
         if self.about and answer["about"] != self.about:
-            self._stop()
             raise UserError(f"--reward {self.typed}: its file changed during the run; give the same command again")
         return answer["about"]
 
     def _send(self, question: bytes) -> None:
         for _ in range(2):  # a helper that died while idle is replaced once
-            if self._process is None:
+            if self._helper.process is None:
                 self._start()
-            try:
-                rest = question
-                while rest:
-                    rest = rest[self._process.stdin.write(rest) :]
+            if self._helper.write(question):
                 return
-            except OSError:
-                self._stop()
         raise UserError(f"--reward {self.typed}: its process ends before it is asked anything")
 
     def _answer(self, limit: float, when: str = "") -> dict:
-        """The helper's next line; an error where it ended, or said nothing for ``limit`` seconds."""
-        deadline, pipe = time.monotonic() + limit, self._process.stdout
-        with selectors.DefaultSelector() as selector:
-            selector.register(pipe, selectors.EVENT_READ)
-            while b"\n" not in self._read:
-                left = deadline - time.monotonic()
-                if left <= 0 or not selector.select(left):
-                    self._stop()
-                    return {"error": f"took more than {limit:g} seconds {when}".rstrip() + " (--reward_timeout)"}
-                part = os.read(pipe.fileno(), 1 << 16)
-                if not part:
-                    code = self._process.wait()
-                    self._stop()
-                    return {"error": f"ended its process (exit code {code}) {when}".rstrip()}
-                self._read += part
-        line, _, self._read = self._read.partition(b"\n")
-        return json.loads(line)
-
-    def _stop(self) -> None:
-        if self._end is not None:
-            self._end()
-        self._process = self._end = None
-        self._read = b""
-
-
-def _end(process: subprocess.Popen, owner: int) -> None:
-    """End a helper process, unless it is that of the process which this one was forked from."""
-    if os.getpid() != owner:
-        return
-    process.kill()
-    process.wait()
-    process.stdin.close()
-    process.stdout.close()
+        """The helper's next answer; an error where it ended, or said nothing for ``limit`` seconds."""
+        try:
+            return json.loads(self._helper.line(limit))
+        except NoAnswer as none:
+            if none.exit_code is None:
+                return {"error": f"took more than {limit:g} seconds {when}".rstrip() + " (--reward_timeout)"}
+            return {"error": f"ended its process (exit code {none.exit_code}) {when}".rstrip()}
 
 
 def check_weights(weights: Sequence[float] | None, names: Sequence[str]) -> tuple[float, ...]:

@@ -14,6 +14,7 @@ SCRIPTS = {"calculate_oracle_v", "run_tracecov", "sample_with_vllm"}
 TOOLS = {
     "adapters",
     "chat_template",
+    "helper_process",
     "integer_answer",
     "math_worker",
     "models",
