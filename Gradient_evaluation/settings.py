@@ -49,8 +49,8 @@ NOT_WITH_ROLLOUTS = ("--M", "--gen_bs", "--save_rollouts")
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The flags that both scripts share. Flags that take several values are tuples."""
+class LawSettings:
+    """The flags of model and sampling law, which every script has. Flags that take several values are tuples."""
 
     model: str
     revision: str
@@ -60,6 +60,12 @@ class Settings:
     max_new_tokens: int
     stop: tuple[str, ...]
     chat_template_kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Settings(LawSettings):
+    """The flags that calculate_oracle_v.py and run_tracecov.py share."""
+
     reward: str | tuple[str, ...]  # a string for one reward
     reward_weights: tuple[float, ...] | None
     reward_timeout: float  # seconds
@@ -135,17 +141,9 @@ class TracecovSettings(Settings):
 
 
 @dataclass(frozen=True)
-class VllmSettings:
+class VllmSettings(LawSettings):
     """The flags of sample_with_vllm.py."""
 
-    model: str
-    revision: str
-    temperature: float
-    top_p: float
-    top_k: int
-    max_new_tokens: int
-    stop: tuple[str, ...]
-    chat_template_kwargs: dict[str, Any]
     dataset: str
     split: str
     n: int

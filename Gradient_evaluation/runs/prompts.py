@@ -30,18 +30,18 @@ from Gradient_evaluation.runs.rewards import RunRewards
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.sampling.stop_strings import check_stop_strings
-from Gradient_evaluation.settings import Settings, VllmSettings
+from Gradient_evaluation.settings import LawSettings, Settings
 from Gradient_evaluation.utils import format_prompt
 
 AnyRow = TypeVar("AnyRow", bound=Row)
 
 
-def sampling_law(settings: Settings) -> SamplingLaw:
+def sampling_law(settings: LawSettings) -> SamplingLaw:
     """The sampling law that the flags describe."""
     return SamplingLaw(settings.temperature, settings.top_p, settings.top_k, settings.max_new_tokens, tuple(settings.stop))
 
 
-def chat_from(settings: Settings, tokenizer, earlier: Iterable[Mapping]) -> Chat:
+def chat_from(settings: LawSettings, tokenizer, earlier: Iterable[Mapping]) -> Chat:
     """What the chat template is given: the flag's variables, and the date on which the run began.
 
     earlier: rows or the identity that an earlier part of this run has stored. The first date in them is used.
@@ -55,19 +55,16 @@ def run_identity(settings: Settings, tokenizer, chat: Chat, rewards: RunRewards 
     A local model has its folder's name here, so that a table may move between machines. The fingerprint of the weights,
     which is stored too, tells two folders of the same name apart. rewards: None where they stand in files of rollouts.
     """
-    return {**_sampling(settings), **_rewards(rewards), **_rendering(tokenizer, chat)}
+    judged = rewards.identity if rewards else dict.fromkeys(("reward", "reward_weights", "reward_digest"))
+    return {**_sampling(settings), **judged, **_rendering(tokenizer, chat)}
 
 
-def _rewards(rewards: RunRewards | None) -> dict:
-    return rewards.identity if rewards else dict.fromkeys(("reward", "reward_weights", "reward_digest"))
-
-
-def law_identity(settings: Settings | VllmSettings, tokenizer, chat: Chat) -> dict:
+def law_identity(settings: LawSettings, tokenizer, chat: Chat) -> dict:
     """``run_identity`` without the reward: what decides a continuation's distribution."""
     return {**_sampling(settings), **_rendering(tokenizer, chat)}
 
 
-def _sampling(settings: Settings | VllmSettings) -> dict:
+def _sampling(settings: LawSettings) -> dict:
     model = model_label(settings.model) if Path(settings.model).is_dir() else settings.model
     # as in tables of earlier scripts, whose flag had no default
     revision = None if settings.revision == "main" else settings.revision
