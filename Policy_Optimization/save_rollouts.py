@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +25,9 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 if str(Path(__file__).resolve().parents[1]) not in sys.path:  # Ray's workers start in other folders
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.models import load_tokenizer
+from Gradient_evaluation.models import checkpoint_eos, load_tokenizer
 from Gradient_evaluation.runs.files import one_line_errors, write_bytes_atomic
-from Gradient_evaluation.sampling.generate import eos_token_ids
 from Policy_Optimization.rollout_rows import FIELDS, as_lists, rollout_rows, step_file, to_parquet
-
-
-def end_tokens(model: str, tokenizer) -> tuple[int, ...]:
-    """The ids that end a continuation, as the sampling engine reads them: from the generation_config, and the tokenizer's."""
-    from transformers import GenerationConfig
-
-    try:
-        config = GenerationConfig.from_pretrained(model)
-    except OSError:  # the model has none
-        config = None
-    return eos_token_ids(types.SimpleNamespace(generation_config=config), tokenizer)
 
 
 class SavingReplayBuffer(ReplayBuffer):
@@ -51,7 +38,7 @@ class SavingReplayBuffer(ReplayBuffer):
         asked = self.sampler_kwargs["save_rollouts"]
         self.directory, self.law = Path(asked["directory"]), json.loads(asked["law"])
         self.tokenizer = load_tokenizer(asked["model"], None)
-        self.eos = end_tokens(asked["model"], self.tokenizer)
+        self.eos = checkpoint_eos(asked["model"], None, self.tokenizer)
         with one_line_errors(self.directory, "write"):
             self.directory.mkdir(parents=True, exist_ok=True)
 
