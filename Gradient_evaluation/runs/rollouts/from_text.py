@@ -3,29 +3,23 @@
 A trainer that stores decoded text drops the special tokens, the end of sequence among them, the log-probs, and how the
 model cut the text into tokens. The tokens made again are those of the tokenizer's own cut. Two shares say how often that
 is right: of the texts that come back from their tokens (``FromText``, here), and of the model's own draws whose tokens
-come back from their text (retokenised.py, once the model is loaded).
+come back from their text (``retokenised_share``, once the model is loaded).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from Gradient_evaluation.chat_template import chat_of
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.prompts import sampling_law
-from Gradient_evaluation.runs.resume import at_row
 from Gradient_evaluation.runs.rollouts.context import Context
 from Gradient_evaluation.sampling.generate import Continuation, eos_token_ids, sample_continuations
 from Gradient_evaluation.sampling.law import uniforms
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import Settings
-from Gradient_evaluation.utils import format_prompt
 
 LEAST_SHARE = 0.95  # of the texts that must come back from their tokens; below it the rollouts are refused
 LEAST_OWN_SHARE = 0.9  # of the model's own draws whose tokens must come back from their text
@@ -39,11 +33,9 @@ def decoded_prompts(context: Context, needed_by: str) -> dict[str, list[Row]]:
     """
     if context.rows is None:
         raise UserError(f"--rollouts: {needed_by} lacks the special tokens of its prompts; give --dataset, the data of the run")
-    tokenizer, found = context.tokenizer, {}
-    chat = chat_of(tokenizer, context.settings.chat_template_kwargs)
-    for row in context.rows:
-        ids = at_row(row, format_prompt, tokenizer, row.prompt, row.tools, chat)
-        found.setdefault(tokenizer.decode(ids, skip_special_tokens=True), []).append(row)
+    found: dict[str, list[Row]] = {}
+    for row, ids in context.rendered_rows():
+        found.setdefault(context.tokenizer.decode(ids, skip_special_tokens=True), []).append(row)
     return found
 
 
@@ -139,32 +131,6 @@ def check_one_step(name: str, steps: Sequence[int | None], wheres: Sequence[str]
         )
 
 
-@dataclass
-class OfPrompt:
-    """What the records of one prompt say, as they come."""
-
-    row: Row
-    prompt_ids: tuple[int, ...] | None = None
-    wheres: list[str] = field(default_factory=list)
-    continuations: list[Continuation] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    components: dict[str, list[float]] = field(default_factory=dict)
-    steps: list[int | None] = field(default_factory=list)
-
-    def rollouts(self, from_text: bool) -> Rollouts:
-        rewards = np.array(self.rewards, dtype=np.float64)
-        return Rollouts(
-            self.row,
-            self.prompt_ids,
-            tuple(self.continuations),
-            None if not len(rewards) or np.isnan(rewards).all() else rewards,
-            {name: np.array(values, dtype=np.float64) for name, values in self.components.items()},
-            step=tuple(self.steps) if self.steps else None,
-            wheres=tuple(self.wheres),
-            from_text=from_text,
-        )
-
-
 def number_of(where: str, name: str, value: Any) -> float:
     """A reward as a float, NaN where it is null. UserError for what is no number."""
     if value is None:
@@ -172,11 +138,3 @@ def number_of(where: str, name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UserError(f"{where}: its {name} is {str(value)[:40]!r}, not a number")
     return float(value)
-
-
-def step_of(where: str, record: dict[str, Any]) -> int | None:
-    """The training step of a record, None without one. UserError for what is no integer."""
-    step = record.get("step")
-    if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-        raise UserError(f"{where}: its step is {str(step)[:40]!r}, not an integer")
-    return step

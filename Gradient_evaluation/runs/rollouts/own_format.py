@@ -18,7 +18,7 @@ from Gradient_evaluation.chat_template import tool_schemas
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.integer_answer import shorten_repr
 from Gradient_evaluation.runs.dataset import Record, Row, prompt_id, to_json
-from Gradient_evaluation.runs.rollouts.context import Context, DataSetRows
+from Gradient_evaluation.runs.rollouts.context import Context, DataSetRows, OfPrompt, step_of
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.rollouts import Rollouts, check_same_law
 from Gradient_evaluation.sampling.stop_strings import decode_text
@@ -41,7 +41,8 @@ def recognises(record: Mapping[str, Any]) -> bool:
 def read(records: Iterable[Record], context: Context) -> list[Rollouts]:
     """The rollouts of each prompt. Raises UserError, naming file and line, for what is not of the format."""
     known = None if context.rows is None else DataSetRows(context.rows)
-    prompts: dict[int, _Prompt] = {}
+    prompts: dict[int | str, OfPrompt] = {}
+    first: dict[int | str, list] = {}  # what the first record of a prompt says of it
     laws = _Laws()
     shared: dict[int, int] = {}  # one object for each token id: a list of many millions is a quarter as large
     for where, record in records:
@@ -49,14 +50,19 @@ def read(records: Iterable[Record], context: Context) -> list[Rollouts]:
         said = [record.get(name) for name in OF_PROMPT]
         key = _id_of(where, record)
         if key not in prompts:
-            prompts[key] = _Prompt(_row(where, record, known), said, _ids(where, record, "prompt_ids", shared))
-        elif prompts[key].said != said:
+            prompts[key], first[key] = OfPrompt(_row(where, record, known), _ids(where, record, "prompt_ids", shared)), said
+        elif first[key] != said:
             raise UserError(
                 f"{where}: has the prompt_id of {prompts[key].wheres[0]}, but another prompt, ground_truth, columns or "
                 "prompt_ids; give each prompt an id of its own"
             )
-        prompts[key].add(where, record, _continuation(where, record, context.tokenizer, shared))
-    return [prompt.rollouts(laws.law) for prompt in prompts.values()]
+        prompt = prompts[key]
+        prompt.wheres.append(where)
+        prompt.continuations.append(_continuation(where, record, context.tokenizer, shared))
+        prompt.rewards.append(_number(where, "reward", record.get("reward")))
+        prompt.components.append(_components(where, record))
+        prompt.steps.append(step_of(where, record))
+    return [prompt.rollouts(law=laws.law) for prompt in prompts.values()]
 
 
 class _Laws:
@@ -73,41 +79,8 @@ class _Laws:
             check_same_law(self.first[0], self.law, where, _object(where, "law", law))
 
 
-class _Prompt:
-    """What the records of one prompt say, as they come."""
-
-    def __init__(self, row: Row, said: list, prompt_ids: tuple[int, ...] | None):
-        self.row, self.said, self.prompt_ids = row, said, prompt_ids
-        self.wheres: list[str] = []
-        self.continuations: list[Continuation] = []
-        self.rewards: list[float] = []
-        self.components: list[dict[str, float]] = []
-        self.steps: list[int | None] = []
-
-    def add(self, where: str, record: Mapping[str, Any], continuation: Continuation) -> None:
-        self.wheres.append(where)
-        self.continuations.append(continuation)
-        self.rewards.append(_number(where, "reward", record.get("reward")))
-        components = _object(where, "rewards", record.get("rewards"))
-        self.components.append({name: _number(where, name, value) for name, value in components.items()})
-        step = record.get("step")
-        if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-            raise UserError(f"{where}: its step is {shorten_repr(step)}, not an integer; {FIX}")
-        self.steps.append(step)
-
-    def rollouts(self, law: dict[str, Any]) -> Rollouts:
-        rewards = np.array(self.rewards)
-        names = dict.fromkeys(name for each in self.components for name in each)
-        return Rollouts(
-            self.row,
-            self.prompt_ids,
-            tuple(self.continuations),
-            None if np.isnan(rewards).all() else rewards,
-            {name: np.array([each.get(name, math.nan) for each in self.components]) for name in names},
-            law,
-            tuple(self.steps) if any(step is not None for step in self.steps) else None,
-            tuple(self.wheres),
-        )
+def _components(where: str, record: Mapping[str, Any]) -> dict[str, float]:
+    return {name: _number(where, name, value) for name, value in _object(where, "rewards", record.get("rewards")).items()}
 
 
 def _id_of(where: str, record: Mapping[str, Any]) -> int | str:

@@ -17,8 +17,9 @@ import numpy as np
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import Record, Row, prompt_id
-from Gradient_evaluation.runs.rollouts.context import Context, DataSetRows
-from Gradient_evaluation.runs.rollouts.from_text import FromText, OfPrompt, check_one_step, number_of, step_of
+from Gradient_evaluation.runs.rewards import weighted_sum
+from Gradient_evaluation.runs.rollouts.context import Context, DataSetRows, OfPrompt, step_of
+from Gradient_evaluation.runs.rollouts.from_text import FromText, check_one_step, number_of
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.utils import normalise_prompt
 
@@ -41,11 +42,10 @@ def read(records: Iterable[Record], context: Context) -> list[Rollouts]:
     for where, record in records:
         names = names if names is not None else _reward_columns(where, record)
         row = _row_of(where, record, known)
-        prompt = prompts.setdefault(row.prompt_id, OfPrompt(row, components={name: [] for name in names}))
+        prompt = prompts.setdefault(row.prompt_id, OfPrompt(row))
         prompt.wheres.append(where)
         prompt.continuations.append(texts.continuation(where, _text_of(where, record["completion"])))
-        for name in names:
-            prompt.components[name].append(number_of(where, name, record.get(name)))
+        prompt.components.append({name: number_of(where, name, record.get(name)) for name in names})
         prompt.steps.append(step_of(where, record))
         advantages.setdefault(row.prompt_id, []).append(number_of(where, "advantage", record["advantage"]))
         steps.append(prompt.steps[-1])
@@ -53,7 +53,7 @@ def read(records: Iterable[Record], context: Context) -> list[Rollouts]:
     check_one_step(NAME, steps, wheres, context.settings.allow_mismatch)
     weights = _weights(names or [], context)
     for prompt in prompts.values():
-        prompt.rewards = total(prompt.components, weights).tolist()
+        prompt.rewards = total({name: prompt.component(name) for name in weights}, weights).tolist()
     _note_other_weights(prompts, advantages, weights)
     texts.report()
     return [prompt.rollouts(from_text=True) for prompt in prompts.values()]
@@ -61,9 +61,7 @@ def read(records: Iterable[Record], context: Context) -> list[Rollouts]:
 
 def total(components: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> np.ndarray:
     """The rewards (N,) that TRL trains on: the weighted sum of those that are there, NaN where none is."""
-    values = np.array([components[name] for name in weights], dtype=np.float64)
-    weighted = np.array(list(weights.values()))[:, None] * values
-    return np.where(np.isnan(values).all(0), np.nan, np.nansum(weighted, axis=0))
+    return weighted_sum(np.array([components[name] for name in weights], dtype=np.float64), list(weights.values()))
 
 
 def _reward_columns(where: str, record: Mapping[str, Any]) -> list[str]:
@@ -79,7 +77,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _weights(names: Sequence[str], context: Context) -> dict[str, float]:
-    given = getattr(context.settings, "reward_weights", None)
+    given = context.settings.reward_weights
     if given is not None and len(given) != len(names):
         raise UserError(
             f"--reward_weights: {len(given)} of them, and the rollouts have the rewards {', '.join(names)}; give one for each"

@@ -14,8 +14,8 @@ from typing import Any
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import Record, Row
-from Gradient_evaluation.runs.rollouts.context import Context
-from Gradient_evaluation.runs.rollouts.from_text import FromText, OfPrompt, check_one_step, decoded_prompts, number_of, step_of
+from Gradient_evaluation.runs.rollouts.context import Context, OfPrompt, step_of
+from Gradient_evaluation.runs.rollouts.from_text import FromText, check_one_step, decoded_prompts, number_of
 from Gradient_evaluation.sampling.rollouts import Rollouts
 
 NAME = "VERL"

@@ -18,16 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from Gradient_evaluation.chat_template import chat_of
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import Record, Row, prompt_id
-from Gradient_evaluation.runs.resume import at_row
-from Gradient_evaluation.runs.rollouts.context import Context
-from Gradient_evaluation.runs.rollouts.from_text import LEAST_SHARE, OfPrompt
+from Gradient_evaluation.runs.rollouts.context import Context, OfPrompt
+from Gradient_evaluation.runs.rollouts.from_text import LEAST_SHARE
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.sampling.stop_strings import NO_CHARACTER, StopStrings, decode_text, special_tokens
-from Gradient_evaluation.utils import format_prompt
 
 LIMIT = "give the max_tokens that sampled it"
 FIX = "write the RequestOutput of LLM.generate as docs/rollouts.md shows"
@@ -54,18 +51,16 @@ def read(records: Iterable[Record], context: Context) -> list[Rollouts]:
             prompt.wheres.append(f"{where}, output {number}")
             prompt.continuations.append(reader.continuation(prompt.wheres[-1], output))
     reader.report()
-    return [prompt.rollouts(from_text=False) for prompt in prompts.values()]
+    return [prompt.rollouts() for prompt in prompts.values()]
 
 
 class _RowsByIds:
     """The rows of --dataset by the token ids of their prompts, and by a prompt that is a string."""
 
     def __init__(self, context: Context):
-        chat = chat_of(context.tokenizer, context.settings.chat_template_kwargs)
         self.by_ids: dict[tuple[int, ...], list[Row]] = {}
         self.by_text: dict[str, list[Row]] = {}
-        for row in context.rows:
-            ids = at_row(row, format_prompt, context.tokenizer, row.prompt, row.tools, chat)
+        for row, ids in context.rendered_rows():
             self.by_ids.setdefault(tuple(ids), []).append(row)
             self.by_text.setdefault(context.tokenizer.decode(ids), []).append(row)
 
