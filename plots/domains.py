@@ -57,14 +57,14 @@ def plot_group_sizes(results: dict, ax=None):
     ax = new_ax(ax, height=1.6 + ROW * len(groups))
     top, absent = 8.0, []
     for row, (value, each) in enumerate(groups.items()):
-        law, colour = each["group_size_law"], numbered(row).colour
-        best, least = law["G_star"], law["G_star_at_least"]
-        if law["within_10_percent"]:
-            low, high = law["within_10_percent"]
+        group_size_law, colour = each["group_size_law"], numbered(row).colour
+        best, least = group_size_law["G_star"], group_size_law["G_star_at_least"]
+        if group_size_law["within_10_percent"]:
+            low, high = group_size_law["within_10_percent"]
             ax.plot([low, high], [row, row], color=colour, alpha=0.25, linewidth=9, solid_capstyle="butt")
             top = max(top, high)
         if best is not None:
-            low, high = law["G_star_ci95"]
+            low, high = group_size_law["G_star_ci95"]
             ax.plot([low, LARGEST if high is None else high], [row, row], color=colour, linewidth=1.2)
             ax.plot([best], [row], color=colour, marker=numbered(row).marker, linestyle="")
             top = max(top, high or 4 * best)

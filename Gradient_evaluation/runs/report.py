@@ -87,8 +87,8 @@ def _by_reward(results: dict) -> list[str]:
     for name, each in found.items():
         mean = "-" if each["mean_reward"] is None else f"{each['mean_reward']:.3g}"
         ends = each["conditional_on_x_ci95"]["grpo"][0]
-        law = each["group_size_law"]
-        best = "-" if law["G_star"] is None else _number(law, "G_star", ".3g")
+        group_size_law = each["group_size_law"]
+        best = "-" if group_size_law["G_star"] is None else _number(group_size_law, "G_star", ".3g")
         cells = (mean, value_text(each["conditional_on_x"]["grpo"][0], ends), best)
         lines.append(f"  {name} ({each['weight']:g}): {' | '.join(cells)}")
     return [*lines, ""]
@@ -173,11 +173,15 @@ def _by_group(results: dict) -> list[str]:
         + f"{'G*':>24}{'within 10%':>14}",
     ]
     for name, each in found.items():
-        law, grpo = each["group_size_law"], each["estimators"]["grpo"]
+        group_size_law, grpo = each["group_size_law"], each["estimators"]["grpo"]
         cells = f"{value_text(each['mean_reward'], each['mean_reward_ci95']):>25}"
         cells += "".join(f"{_cell(grpo, 'mse', i):>28}" for i in ends)
-        best = "-" if law["G_star"] is None else f"{law['G_star']:.3g}{_ends(*law['G_star_ci95'], '.3g')}"
-        near = "-" if law["within_10_percent"] is None else "{} to {}".format(*law["within_10_percent"])
+        best = (
+            "-"
+            if group_size_law["G_star"] is None
+            else f"{group_size_law['G_star']:.3g}{_ends(*group_size_law['G_star_ci95'], '.3g')}"
+        )
+        near = "-" if group_size_law["within_10_percent"] is None else "{} to {}".format(*group_size_law["within_10_percent"])
         lines.append(f"  {name:<{width}} {each['n_prompts']:>8} {cells}{best:>24}{near:>14}")
     return [*lines, *_why_no_interval(found), ""]
 

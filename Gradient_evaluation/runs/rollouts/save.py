@@ -1,7 +1,7 @@
 """The folder of --save_rollouts: one parquet file a prompt, in the format that own_format.py reads, and run.json.
 
-run.json says which run samples into the folder. Another run is refused by name, and the same run goes on: its draws are fixed
-by seed, prompt and number, so a prompt that is measured again gives the same file.
+run.json says which run samples into the folder. Another run stops with an error that names the difference. The same run goes
+on: its draws are fixed by seed, prompt and number, so a prompt that is measured again gives the same file.
 """
 
 from __future__ import annotations
