@@ -34,7 +34,7 @@ from Gradient_evaluation.runs.resume import (
     saved_on_interrupt,
     write_table,
 )
-from Gradient_evaluation.runs.rewards import Rewards, RunRewards, check_ground_truths, resolve_rewards, rewards_of
+from Gradient_evaluation.runs.rewards import Rewards, RunRewards, check_ground_truths, judged, resolve_rewards
 from Gradient_evaluation.runs.rollouts.save import RolloutsFolder, begin_folder, check_folder, note_missing
 from Gradient_evaluation.sampling.generate import sample_continuations
 from Gradient_evaluation.sampling.law import uniforms
@@ -103,8 +103,7 @@ class Measurement:
             return sample_continuations(self.model, self.tokenizer, prompt_ids, u, sampling_law(settings), size)
 
         drawn = finite_at(row, self.batch.run, sample, row.where)
-        texts, token_ids = [each.text for each in drawn], [each.tokens for each in drawn]
-        rewards = rewards_of(texts, row, self.rewards, token_ids)
+        rewards = judged(drawn, row, self.rewards)
         if self.folder is not None:
             self.folder.save(row, prompt_ids, drawn, rewards.total, self.rewards.by_name(rewards))
         return columns_of(rewards, self.rewards, row)

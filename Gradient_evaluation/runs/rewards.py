@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.integer_answer import shorten_repr
 from Gradient_evaluation.own_reward import CALL_LIMIT, Reward, check_weights, resolve_reward
 from Gradient_evaluation.runs.dataset import Row
+
+if TYPE_CHECKING:
+    from Gradient_evaluation.sampling.generate import Continuation
 
 SMALLEST, LARGEST = 1e-30, 1e30  # sizes of a reward but 0: products of four, times scores, stay below a float's 1e308
 OUT_OF_RANGE = "whose size is neither 0 nor from 1e-30 to 1e30"
@@ -120,6 +123,11 @@ def rewards_of(
                 "choose other --reward_weights"
             )
     return Rewards(total, components)
+
+
+def judged(continuations: Sequence[Continuation], row: Row, rewards: RunRewards) -> Rewards:
+    """What the rewards of the run say of continuations."""
+    return rewards_of([each.text for each in continuations], row, rewards, [each.tokens for each in continuations])
 
 
 def _component(texts: list[str], row: Row, reward: Reward, token_ids) -> np.ndarray:

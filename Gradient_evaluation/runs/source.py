@@ -17,9 +17,9 @@ import numpy as np
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.memory import Batch
 from Gradient_evaluation.runs.prompts import sampling_law
-from Gradient_evaluation.runs.rewards import Rewards, RunRewards
+from Gradient_evaluation.runs.rewards import Rewards, RunRewards, judged
 from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
-from Gradient_evaluation.runs.rollouts.stored import judged, rewards_of_rollouts
+from Gradient_evaluation.runs.rollouts.stored import rewards_of_rollouts
 from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
 from Gradient_evaluation.sampling.law import uniforms
 from Gradient_evaluation.sampling.rollouts import Rollouts

@@ -4,7 +4,6 @@ usable(several, settings)                    the prompts with at least four rewa
 check_law(rollouts, identity, ...)           they were sampled as this run's flags say
 digest(several), rewards_digest(several)     what the identity of a run holds of them
 rewards_of_rollouts(rollouts, rewards)       those of the file, or of --reward
-judged(continuations, row, rewards)          what --reward says of texts
 with_value_of_this_law(row, identity)        the row with the V_oracle of its columns, where that is of this law and reward
 """
 
@@ -20,8 +19,7 @@ import numpy as np
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import Row, to_json, warn_on_stderr
 from Gradient_evaluation.runs.oracle_table import ADDED_LATER, OracleRow, with_oracle_value, without_oracle_value
-from Gradient_evaluation.runs.rewards import OUT_OF_RANGE, RESCALE, Rewards, RunRewards, rewards_of, squares_fit
-from Gradient_evaluation.sampling.generate import Continuation
+from Gradient_evaluation.runs.rewards import OUT_OF_RANGE, RESCALE, Rewards, RunRewards, judged, squares_fit
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats.blocks import MIN_BLOCK
@@ -77,11 +75,6 @@ def rewards_of_rollouts(rollouts: Rollouts, rewards: RunRewards | None) -> Rewar
     if rewards is None:
         return Rewards(rollouts.rewards, rollouts.rewards[None])
     return judged(rollouts.continuations, rollouts.row, rewards)
-
-
-def judged(continuations: Sequence[Continuation], row: Row, rewards: RunRewards) -> Rewards:
-    """What the rewards of the run say of continuations."""
-    return rewards_of([each.text for each in continuations], row, rewards, [each.tokens for each in continuations])
 
 
 def check_law(
