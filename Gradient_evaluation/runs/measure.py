@@ -10,12 +10,12 @@ import numpy as np
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.runs.checks import check_block, check_sampler, in_float32, self_audit
-from Gradient_evaluation.runs.gram_store import GramRecord, scalar_columns
-from Gradient_evaluation.runs.memory import Batch
-from Gradient_evaluation.runs.oracle_table import OracleRow, oracle_components
-from Gradient_evaluation.runs.prompts import sampling_law
-from Gradient_evaluation.runs.rewards import Rewards
-from Gradient_evaluation.runs.rollouts.compare import Comparison, importance_weights
+from Gradient_evaluation.runs.inputs.oracle_table import OracleRow, oracle_components
+from Gradient_evaluation.runs.inputs.prompts import sampling_law
+from Gradient_evaluation.runs.inputs.rewards import Rewards
+from Gradient_evaluation.runs.inputs.rollouts.compare import Comparison, importance_weights
+from Gradient_evaluation.runs.machine.gram_store import GramRecord, scalar_columns
+from Gradient_evaluation.runs.machine.memory import Batch
 from Gradient_evaluation.runs.source import Sampled, Stored
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw

@@ -18,13 +18,14 @@ import torch
 
 from Gradient_evaluation.chat_template import Chat
 from Gradient_evaluation.models import weights_digest
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.dataset import Row
-from Gradient_evaluation.runs.domains import column_values
-from Gradient_evaluation.runs.inputs import identity_of_rollouts, inputs_of, law_of_run, other_rewards, path_for_messages
-from Gradient_evaluation.runs.measure import block_sizes, planned_block_size
-from Gradient_evaluation.runs.prompts import chat_from, tokenised
-from Gradient_evaluation.runs.resume import (
+from Gradient_evaluation.runs.inputs.dataset import Row
+from Gradient_evaluation.runs.inputs.domains import column_values
+from Gradient_evaluation.runs.inputs.of_run import identity_of_rollouts, inputs_of, law_of_run, other_rewards, path_for_messages
+from Gradient_evaluation.runs.inputs.prompts import chat_from, tokenised
+from Gradient_evaluation.runs.inputs.rewards import RunRewards
+from Gradient_evaluation.runs.inputs.rollouts.save import begin_folder, check_folder, note_missing
+from Gradient_evaluation.runs.machine import gram_store
+from Gradient_evaluation.runs.machine.resume import (
     IDENTITY,
     check_fingerprint,
     check_identity,
@@ -35,9 +36,8 @@ from Gradient_evaluation.runs.resume import (
     read_identity,
     refuse_difference,
 )
-from Gradient_evaluation.runs.rewards import RunRewards
-from Gradient_evaluation.runs.rollouts.save import begin_folder, check_folder, note_missing
-from Gradient_evaluation.runs.summaries import check_allocation
+from Gradient_evaluation.runs.measure import block_sizes, planned_block_size
+from Gradient_evaluation.runs.results.summaries import check_allocation
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats.estimators import extra_rollouts, sketched_names

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from Gradient_evaluation.runs.dataset import Row
-from Gradient_evaluation.runs.memory import Batch
-from Gradient_evaluation.runs.prompts import sampling_law
-from Gradient_evaluation.runs.rewards import Rewards, RunRewards, judged
-from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
-from Gradient_evaluation.runs.rollouts.stored import rewards_of_rollouts
+from Gradient_evaluation.runs.inputs.dataset import Row
+from Gradient_evaluation.runs.inputs.prompts import sampling_law
+from Gradient_evaluation.runs.inputs.rewards import Rewards, RunRewards, judged
+from Gradient_evaluation.runs.inputs.rollouts.save import RolloutsFolder
+from Gradient_evaluation.runs.inputs.rollouts.stored import rewards_of_rollouts
+from Gradient_evaluation.runs.machine.memory import Batch
 from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
 from Gradient_evaluation.sampling.law import uniforms
 from Gradient_evaluation.sampling.rollouts import Rollouts

@@ -15,32 +15,32 @@ import torch
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import fingerprint, model_label, resolve_dtype
-from Gradient_evaluation.own_reward import check_weights
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.by_reward import reweighted
-from Gradient_evaluation.runs.files import write_json
-from Gradient_evaluation.runs.inputs import REWARDS, inputs_of
-from Gradient_evaluation.runs.measure import Measurement, score_gram
-from Gradient_evaluation.runs.memory import limited_memory
-from Gradient_evaluation.runs.oracle_table import oracle_components
-from Gradient_evaluation.runs.plan import Plan, begin, is_measured, prepare
-from Gradient_evaluation.runs.processes import Processes, Progress
-from Gradient_evaluation.runs.prompts import load_policy
-from Gradient_evaluation.runs.report import group_size_report, report
-from Gradient_evaluation.runs.results import finished_results, results_path, versions, write_results
-from Gradient_evaluation.runs.resume import (
+from Gradient_evaluation.rewards.own_reward import check_weights
+from Gradient_evaluation.runs.inputs.dataset import finite_at
+from Gradient_evaluation.runs.inputs.of_run import REWARDS, inputs_of
+from Gradient_evaluation.runs.inputs.oracle_table import oracle_components
+from Gradient_evaluation.runs.inputs.prompts import load_policy
+from Gradient_evaluation.runs.inputs.rollouts.from_text import retokenised_share
+from Gradient_evaluation.runs.inputs.rollouts.reward_again import rewarded_again, why_no_sketch
+from Gradient_evaluation.runs.inputs.rollouts.save import RolloutsFolder
+from Gradient_evaluation.runs.machine import gram_store
+from Gradient_evaluation.runs.machine.files import write_json
+from Gradient_evaluation.runs.machine.memory import limited_memory
+from Gradient_evaluation.runs.machine.processes import Processes, Progress
+from Gradient_evaluation.runs.machine.resume import (
     CHECKS,
     IDENTITY,
-    finite_at,
     only_writer,
     output_folder,
     read_checks,
     read_identity,
     saved_on_interrupt,
 )
-from Gradient_evaluation.runs.rollouts.from_text import retokenised_share
-from Gradient_evaluation.runs.rollouts.reward_again import rewarded_again, why_no_sketch
-from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
+from Gradient_evaluation.runs.measure import Measurement, score_gram
+from Gradient_evaluation.runs.plan import Plan, begin, is_measured, prepare
+from Gradient_evaluation.runs.results.by_reward import reweighted
+from Gradient_evaluation.runs.results.report import group_size_report, report
+from Gradient_evaluation.runs.results.results_file import finished_results, results_path, versions, write_results
 from Gradient_evaluation.runs.source import Sampled, Stored
 from Gradient_evaluation.settings import WITH_FROM_GRAMS, WITH_FROM_GRAMS_AND_ROLLOUTS, TracecovSettings
 

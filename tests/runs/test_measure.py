@@ -11,10 +11,10 @@ from tiny_models import random_continuations, tiny_model, tiny_tokenizer
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram import ScoreGram
 from Gradient_evaluation.gram import scoring as gram_scoring
-from Gradient_evaluation.runs.dataset import Row
+from Gradient_evaluation.runs.inputs.dataset import Row
+from Gradient_evaluation.runs.inputs.oracle_table import OracleRow
+from Gradient_evaluation.runs.inputs.rewards import resolve_rewards
 from Gradient_evaluation.runs.measure import Measurement, score_gram, scored
-from Gradient_evaluation.runs.oracle_table import OracleRow
-from Gradient_evaluation.runs.rewards import resolve_rewards
 from Gradient_evaluation.runs.source import Sampled
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw

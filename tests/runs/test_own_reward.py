@@ -13,8 +13,8 @@ import pytest
 from readme_commands import ROOT, code_blocks
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.own_reward import resolve_reward, stored_name
-from Gradient_evaluation.runs.rewards import check_ground_truths, resolve_rewards
+from Gradient_evaluation.rewards.own_reward import resolve_reward, stored_name
+from Gradient_evaluation.runs.inputs.rewards import check_ground_truths, resolve_rewards
 
 EXAMPLES = ROOT / "data" / "format_reward.py"
 TEXTS = ["2", "no"]
@@ -380,7 +380,7 @@ def test_a_file_that_changes_during_a_run_is_noticed(tmp_path):
 def test_the_helper_ends_with_its_parent(tmp_path):
     name = written(tmp_path, "import os\ndef f(text): return os.getpid()")
     code = (
-        "from types import SimpleNamespace as N\nfrom Gradient_evaluation.own_reward import resolve_reward\n"
+        "from types import SimpleNamespace as N\nfrom Gradient_evaluation.rewards.own_reward import resolve_reward\n"
         f"print(int(resolve_reward({name!r}).of_prompt(['a'], N(prompt='', ground_truth=1, columns={{}}, where=''))[0]), "
         "*({'torch', 'transformers'} & set(__import__('sys').modules)))"
     )

@@ -11,11 +11,11 @@ from readme_commands import code_blocks
 from rollouts_runs import measure, rows_in, written
 from scripts import RESULTS, ROOT, one_line_error, read, tracecov
 
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.dataset import make_row
-from Gradient_evaluation.runs.rollouts import own_format, read_rollouts
-from Gradient_evaluation.runs.rollouts.context import Context
-from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
+from Gradient_evaluation.runs.inputs.dataset import make_row
+from Gradient_evaluation.runs.inputs.rollouts import own_format, read_rollouts
+from Gradient_evaluation.runs.inputs.rollouts.context import Context
+from Gradient_evaluation.runs.inputs.rollouts.save import RolloutsFolder
+from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.rollouts import check_rollouts
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from abstract_policy import make_records
 
-from Gradient_evaluation.stats.allocation import (
+from Gradient_evaluation.stats.blocks import PairMoments, group_trace
+from Gradient_evaluation.stats.bootstrap import PromptBootstrap
+from Gradient_evaluation.stats.group_size.allocation import (
     NO_GAIN,
     allocation,
     block_noise,
@@ -17,8 +19,6 @@ from Gradient_evaluation.stats.allocation import (
     group_variance,
     shrunk,
 )
-from Gradient_evaluation.stats.blocks import PairMoments, group_trace
-from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.prompts import reduce_prompts
 
 

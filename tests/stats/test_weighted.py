@@ -12,7 +12,7 @@ from abstract_policy import exact_pair_moments, leave_one_out, make_records, ran
 from Gradient_evaluation.stats.blocks import mixture_coefficients, off_diagonal, pair_moments, prompt_only_coefficients
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.estimators import ESTIMATORS, leave_one_out_weights, sketch_weights
-from Gradient_evaluation.stats.group_size import group_size_law
+from Gradient_evaluation.stats.group_size.law import group_size_law
 from Gradient_evaluation.stats.modules import layer_moments
 from Gradient_evaluation.stats.prompts import cross_fitted_values, reduce_prompts
 from Gradient_evaluation.stats.silent_groups import reward_counts
