@@ -12,7 +12,7 @@ from scripts import RESULTS, call, detailed_rows, one_line_error, oracle, read, 
 from tiny_models import enumerable_policy, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
-from Gradient_evaluation.runs.inputs.of_run import prompts
+from Gradient_evaluation.runs.inputs import prompts
 from Gradient_evaluation.runs.machine import gram_store
 
 # ------------------------------------------------------------------------------------------------ another model

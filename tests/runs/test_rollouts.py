@@ -31,7 +31,7 @@ from scripts import (
 from tiny_models import enumerable_policy, law_log_probs, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
-from Gradient_evaluation.runs.inputs.of_run import prompts
+from Gradient_evaluation.runs.inputs import prompts
 from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.sampling.law import SamplingLaw
 

@@ -41,8 +41,8 @@ from tiny_models import enumerable_policy, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.inputs import prompts
 from Gradient_evaluation.runs.inputs.begun_table import part_of
-from Gradient_evaluation.runs.inputs.of_run import prompts
 from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.runs.machine.memory import Batch
 from Gradient_evaluation.runs.machine.processes import Processes

@@ -36,6 +36,12 @@ def remove_table(table: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def left_rows(table: Path) -> Iterator[dict]:
+    """The rows in a table and its parts, unchecked."""
+    for path in (table, *parts_of(table)) if table.parent.is_dir() else ():
+        yield from read_finished_rows(path)[0]
+
+
 def continue_table(table: Path, identity: dict, rows: Sequence[Row]) -> dict[int, dict]:
     """{prompt id: row} of the rows in a table and its parts. Moves the parts into the table.
 

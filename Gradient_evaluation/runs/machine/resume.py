@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.machine.files import one_line_errors, read_finished_rows, write_json
+from Gradient_evaluation.runs.machine.files import one_line_errors, write_json
 
 # Entries of the identity that tables and folders of earlier versions lack -> what they were made with.
 ADDED_LATER = {"chat_template_kwargs": None, "template_date": None, "reward_weights": None, "reward_digest": None}
@@ -102,12 +102,6 @@ def _locked(lock_file: Path) -> int:
 def parts_of(table: Path) -> list[Path]:
     """The files to which several processes append rows of a table."""
     return sorted(table.parent.glob(f".{glob.escape(table.name)}.rank*"))
-
-
-def left_rows(table: Path) -> Iterator[dict]:
-    """The rows in a table and its parts, unchecked."""
-    for path in (table, *parts_of(table)) if table.parent.is_dir() else ():
-        yield from read_finished_rows(path)[0]
 
 
 @contextlib.contextmanager
