@@ -8,7 +8,7 @@ write_table(table, finished, rows)        all rows, in the order of the data set
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from Gradient_evaluation.errors import UserError

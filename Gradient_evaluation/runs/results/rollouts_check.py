@@ -1,4 +1,4 @@
-"""What the comparison of rollouts with the model (runs/inputs/rollouts/compare.py) found, as results keep and print it. Without torch.
+"""What the comparison of rollouts with the model found, as results keep and print it. Without torch.
 
 rollouts_check(found, weighted)     the entry of the results
 check_lines(check)                  the two lines that a run prints
