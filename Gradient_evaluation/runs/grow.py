@@ -32,12 +32,12 @@ def counts_of(grams: Path, prompt_ids: Sequence[int]) -> dict[int, int]:
 def still_needed(grams: Path, chosen: Sequence, settings: TracecovSettings) -> list:
     """Those of the ``chosen`` prompts (plan.Chosen) that have no Gram, or one of fewer continuations than are asked for.
 
-    Notes on stderr where a Gram has more than that; all are used. Raises UserError where a prompt cannot get the rest: too
-    few for a block, or with --by_layer and no V(x), whose stand-in takes the moments of every block.
+    Raises UserError where a prompt cannot get the rest: too few for a block, or with --by_layer and no V(x), whose stand-in
+    takes the moments of every block.
     """
     wanted, counts = continuations_of(settings), counts_of(grams, [each.row.prompt_id for each in chosen])
     todo = [each for each in chosen if counts.get(each.row.prompt_id, 0) < wanted]
-    asked = f"{as_typed(settings)}: {wanted} continuations of each prompt"
+    asked = as_typed(settings)
     for each in todo:
         there = counts.get(each.row.prompt_id)
         if there is None:
@@ -52,23 +52,25 @@ def still_needed(grams: Path, chosen: Sequence, settings: TracecovSettings) -> l
                 f"{asked}, and {grams} has {there} of one; --by_layer without oracle values cannot be continued with more, as "
                 f"the stand-in for V(x) takes the moments of every block: ask for {there}, or choose another --save_json"
             )
-    if more := [count for count in counts.values() if count > wanted]:
-        some = f"{len(more)} prompt{'s have' if len(more) > 1 else ' has'} up to {max(more)}"
-        print(f"note: {asked}; in {grams} {some}, and all are used", file=sys.stderr)
     return todo
 
 
 def as_typed(settings: TracecovSettings) -> str:
-    """The flags that say how many continuations a prompt has."""
+    """How many continuations a prompt should have, and by which flags."""
+    flags = f"--M {settings.M} times {settings.K_list[-1]}, the largest of --K_list"
     if settings.per_prompt:
-        return f"--per_prompt {settings.per_prompt}"
-    return f"--M {settings.M} times {settings.K_list[-1]}, the largest of --K_list"
+        flags = f"--per_prompt {settings.per_prompt}"
+    return f"{flags}: {continuations_of(settings)} continuations of each prompt"
 
 
 def have_more(grams: Path, chosen: Sequence, settings: TracecovSettings) -> bool:
-    """Whether a prompt has more continuations than are asked for: earlier results for these flags may have fewer."""
-    counts = counts_of(grams, [each.row.prompt_id for each in chosen])
-    return max(counts.values(), default=0) > continuations_of(settings)
+    """Whether prompts have more continuations than are asked for; a note on stderr says that all are used."""
+    counts = counts_of(grams, [each.row.prompt_id for each in chosen]).values()
+    more = [count for count in counts if count > continuations_of(settings)]
+    if more:
+        some = f"{len(more)} prompt{'s have' if len(more) > 1 else ' has'} up to {max(more)}"
+        print(f"note: {as_typed(settings)}; in {grams} {some}, and all are used", file=sys.stderr)
+    return bool(more)
 
 
 def note_unequal(paths: Sequence[Path]) -> None:

@@ -225,8 +225,8 @@ def run(settings: TracecovSettings, draw: Draw) -> None:
                 rewarded_otherwise(plan, settings, started, draw)
                 return
             label, rows = model_label(settings.model), [each.row for each in plan.chosen]
-            earlier = finished and (plan.stored is not None or not have_more(plan.grams, plan.chosen, settings))
-            results = finished_results(settings, label, rows) if earlier else None
+            more = plan.stored is None and have_more(plan.grams, plan.chosen, settings)  # earlier results may be of fewer
+            results = finished_results(settings, label, rows) if finished and not more else None
             if results is not None:
                 print(f"finished before, nothing left to do; --overwrite starts afresh\n{report(results)}")
                 print(f"results: {results_path(settings.save_json, label)}")
