@@ -154,7 +154,8 @@ def test_everything_that_is_stored_of_a_block_grows(policy, table, tmp_path):
     """Several rewards of which some are None, sketches of further estimators, moments of modules, a greedy continuation."""
     own = tmp_path / "own.py"
     own.write_text(
-        "def score(completions, **row):\n    return [None if text in ('31', '32', '2', '12') else len(text) / 4 for text in completions]\n"
+        "def score(completions, **row):\n"
+        "    return [None if text in ('31', '32', '2', '12') else len(text) / 4 for text in completions]\n"
     )
     many = ("--estimators", "dapo", "greedy", "rloo", "--by_layer", "--block_size", 8)
     rewards = ("--reward", f"{own}:score", "--reward_weights", 1.5)
@@ -185,6 +186,15 @@ def test_a_grown_run_in_single_precision(small_run, tmp_path):
             made = ("--oracle_table", table, "--K_list", 2, 8, "--M", M, "--skip_plot", "--save_json", tmp_path / name)
             assert call(run_tracecov, *law, *made)[0] == 0
     assert_same(tmp_path / "out", tmp_path / "whole", SINGLE)
+
+
+def test_a_block_of_seven_and_one_of_six_are_those_of_a_run_of_thirteen(policy, table, tmp_path):
+    for name, counts in (("out", (7, 13)), ("whole", (13,))):
+        for count in counts:
+            made = ("--K_list", 4, "--block_size", 7, "--by_layer", "--per_prompt", count)
+            assert tracecov(policy, table, tmp_path / name, *made)[0] == 0
+    assert_same(tmp_path / "out", tmp_path / "whole")
+    assert read(tmp_path / "out" / RESULTS)["batches"]["blocks_by_size"] == {"6": 5, "7": 5}
 
 
 def test_uneven_blocks_are_merged_by_their_size(policy, table, sixteen, tmp_path):
