@@ -10,8 +10,9 @@ in blocks of their own. A prompt's file is then replaced at once; until then it 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.measure import SMALLEST_BLOCK, Measurement
 from Gradient_evaluation.runs.oracle_table import OracleRow
 from Gradient_evaluation.settings import TracecovSettings, continuations_of
+from Gradient_evaluation.stats.modules import mean_moments
 
 
 def counts_of(grams: Path, prompt_ids: Sequence[int]) -> dict[int, int]:
@@ -99,24 +101,22 @@ def whole_record(
 def merged(earlier: gram_store.GramRecord, more: gram_store.GramRecord) -> gram_store.GramRecord:
     """The record of a prompt's ``earlier`` continuations and ``more`` after them, as if one run had measured all these blocks.
 
-    A mean over blocks counts each by its size. Neither record has a ``module_oracle``, ``log_weights`` or ``rollouts_check``.
+    Means over blocks count each as in one run. Neither record has a ``module_oracle``, ``log_weights`` or ``rollouts_check``.
     """
     sizes = [len(earlier.rewards), len(more.rewards)]
 
-    def mean(name: str) -> np.ndarray | None:
-        parts = [getattr(earlier, name), getattr(more, name)]
-        if any(part is None for part in parts):
-            return None
-        return np.average(parts, axis=0, weights=sizes).astype(np.result_type(*parts))
+    def joined(names: Sequence[str], join: Callable[[list[np.ndarray]], np.ndarray]) -> dict[str, np.ndarray | None]:
+        pairs = {name: [getattr(earlier, name), getattr(more, name)] for name in names}
+        return {name: None if pair[0] is None or pair[1] is None else join(pair) for name, pair in pairs.items()}
 
-    def together(name: str) -> np.ndarray | None:
-        parts = [getattr(earlier, name), getattr(more, name)]
-        return None if parts[0] is None else np.concatenate(parts, axis=-1)
+    def mean(pair: list[np.ndarray]) -> np.ndarray:
+        return np.average(pair, axis=0, weights=sizes).astype(np.result_type(*pair))
 
     return replace(
         more,
-        **{name: together(name) for name in ("rewards", "lengths", "log_probs", "components")},
-        **{name: mean(name) for name in ("module_moments", "sketch", "component_sketch")},
+        **joined(("rewards", "lengths", "log_probs", "components"), partial(np.concatenate, axis=-1)),
+        **joined(("sketch", "component_sketch"), mean),
+        **joined(("module_moments",), partial(mean_moments, sizes=[earlier.sizes, more.sizes])),
         grams=[*earlier.grams, *more.grams],
         n_left_out=(earlier.n_left_out or 0) + (more.n_left_out or 0) or None,
         greedy_reward=earlier.greedy_reward,

@@ -234,7 +234,7 @@ def test_merging_counts_each_record_by_its_continuations():
     first, second = record([4, 9], parts[:2]), record([5, 5, 7], parts[2:])
     found = merged(replace(first, greedy_reward=0.5), second)
     truth = np.average(parts, axis=0, weights=[4, 9, 5, 5, 7])
-    assert found.sketch == pytest.approx(truth) and found.module_moments == pytest.approx(2 * truth)
+    assert found.sketch == pytest.approx(truth) and found.module_moments is None
     assert found.rewards.tolist() == [*first.rewards, *second.rewards] and found.n_drawn == 30 + 1 + 2
     assert found.greedy_reward == 0.5 and [len(gram) for gram in found.grams] == [4, 9, 5, 5, 7]
 

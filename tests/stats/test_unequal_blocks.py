@@ -1,4 +1,4 @@
-"""A prompt whose blocks differ in size, as those of a grown folder do: unbiased, and each block counts by its size."""
+"""A prompt whose blocks differ in size, as those of a grown folder do: unbiased, and a small block does no harm."""
 
 from itertools import product
 from types import SimpleNamespace
@@ -8,6 +8,7 @@ import pytest
 from abstract_policy import make_records, random_policy, sample_block
 
 from Gradient_evaluation.stats.blocks import group_trace, prompt_only_coefficients, prompt_only_trace
+from Gradient_evaluation.stats.modules import layer_moments, mean_moments
 from Gradient_evaluation.stats.prompts import _variance_of_mean, best_baselines, cross_fitted_values, reduce_prompts
 from Gradient_evaluation.stats.summary import prompt_trace_covs
 
@@ -54,20 +55,22 @@ def test_two_blocks_of_unlike_sizes_are_unbiased(known):
     assert exact == pytest.approx(np.array([block[3] for block in small]) @ np.stack([one.square, one.inner], -1), **EXACT)
 
 
-def test_every_mean_over_blocks_counts_them_by_size():
-    """Against the mean over continuations of the moments of each block alone."""
+def test_means_over_blocks_count_them_by_size_or_by_pairs():
+    """Against the moments of each block alone."""
     for record in make_records(n_prompts=3, sizes=(4, 9, 5), binary=False):
         whole, parts, sizes = reduce_prompts([record], [2, 6], ["std_verl"]), alone(record), [4, 9, 5]
+        pairs = [4 * 3, 9 * 8, 5 * 4]
         for name in ("mean_reward", "score_mean_sq", "score_norm_sq", "outcome_share"):
-            truth = np.average([getattr(part, name)[0] for part in parts], axis=0, weights=sizes)
+            counts = pairs if name == "score_mean_sq" else sizes
+            truth = np.average([getattr(part, name)[0] for part in parts], axis=0, weights=counts)
             assert getattr(whole, name)[0] == pytest.approx(truth, **EXACT), name
         for name in ("pairs", "pairs_by_length"):
-            truth = np.average([np.array(getattr(part, name))[:, 0] for part in parts], axis=0, weights=sizes)
+            truth = np.average([np.array(getattr(part, name))[:, 0] for part in parts], axis=0, weights=pairs)
             assert np.array(getattr(whole, name))[:, 0] == pytest.approx(truth, **EXACT), name
         for (kind, size), moments in whole.groups.items():
             found = [np.array(part.groups[kind, size])[:, 0] for part in parts]
             for position, value in enumerate(np.array(moments)[:, 0]):
-                usable = [(each[position], n) for each, n in zip(found, sizes) if np.isfinite(each[position])]
+                usable = [(each[position], n) for each, n in zip(found, pairs) if np.isfinite(each[position])]
                 truth = sum(v * n for v, n in usable) / sum(n for _, n in usable) if usable else np.nan
                 assert value == pytest.approx(truth, **EXACT, nan_ok=True)
         assert whole.mean_reward[0] == pytest.approx(np.concatenate([block[1] for block in record.blocks]).mean(), **EXACT)
@@ -85,8 +88,22 @@ def test_cross_fitted_traces_count_blocks_by_size():
     assert found.best_trace[0] == pytest.approx(np.average(best, weights=[4, 9, 5]), rel=1e-8)
 
 
-def test_a_mean_by_size_has_less_noise_than_one_where_blocks_count_alike():
-    """1500 prompts of a block of 4 and one of 16: variance by size against that of the plain mean of the two."""
+def test_moments_of_modules_add_up_to_those_of_the_prompt():
+    """Two modules that share each score, over blocks of 4, 9 and 5, one at a time and as two means of which one is of two."""
+    record, generator = make_records(n_prompts=1, sizes=(4, 9, 5), binary=False)[0], np.random.default_rng(0)
+    parts, whole = [], reduce_prompts([record])
+    for gram, rewards, _ in record.blocks:
+        half = generator.normal(size=gram.shape)
+        parts.append(layer_moments(np.stack([half + half.T, gram - half - half.T]), rewards))
+    found = mean_moments(parts, [[4], [9], [5]])
+    assert found[:, 3:].sum(0) == pytest.approx(np.array(whole.pairs)[:, 0], rel=1e-8)
+    coefficients = np.average([part[:, :3] for part in parts], axis=0, weights=[4, 9, 5])
+    assert found[:, :3] == pytest.approx(coefficients, **EXACT)
+    assert mean_moments([mean_moments(parts[:2], [[4], [9]]), parts[2]], [[4, 9], [5]]) == pytest.approx(found, **EXACT)
+
+
+def test_a_small_block_does_not_add_noise():
+    """1500 prompts of a block of 4 and one of 16: the variance against that of the plain mean, and of the 16 alone."""
     policy, generator = random_policy(2), np.random.default_rng(0)
     records = [record_of(*(sample_block(policy, size, generator) for size in (4, 16)), value=0.5) for _ in range(1500)]
     whole = reduce_prompts(records)
@@ -98,9 +115,8 @@ def test_a_mean_by_size_has_less_noise_than_one_where_blocks_count_alike():
         "squared norm": lambda prompts: prompts.score_norm_sq[:, 0],
     }
     for name, of in quantities.items():
-        by_size, alike = of(whole).var(), ((of(small) + of(large)) / 2).var()
-        assert by_size < 0.8 * alike, (name, by_size / alike)
-        assert by_size < 1.05 * of(large).var(), (name, by_size / of(large).var())
+        found, alike, larger = of(whole).var(), ((of(small) + of(large)) / 2).var(), of(large).var()
+        assert found < 0.8 * alike and found < 1.02 * larger, (name, found / alike, found / larger)
 
 
 def test_the_noise_of_a_mean_over_unequal_blocks():
