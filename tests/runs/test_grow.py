@@ -226,9 +226,7 @@ def test_merging_counts_each_record_by_its_continuations():
         grams = [np.eye(size) for size in sizes]
         arrays = dict(rewards=generator.normal(size=n), lengths=np.ones(n), log_probs=generator.normal(size=n))
         mean = np.average(sketches, axis=0, weights=sizes)
-        return gram_store.GramRecord(
-            **about, **arrays, grams=grams, sketch=mean, module_moments=mean * 2, n_left_out=n % 3 or None
-        )
+        return gram_store.GramRecord(**about, **arrays, grams=grams, sketch=mean, n_left_out=n % 3 or None)
 
     parts = generator.normal(size=(5, 1, 6))
     first, second = record([4, 9], parts[:2]), record([5, 5, 7], parts[2:])
