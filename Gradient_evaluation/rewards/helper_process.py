@@ -1,13 +1,16 @@
 """A helper process that answers lines with lines under a time limit. math_worker.py and own_reward.py ask one each.
 
 It is started when it is asked, and again after it has died. A crash, an endless loop or a print of what runs in it ends or
-harms the helper alone. It ends with its input, so it also ends with this process.
+harms the helper alone. It ends with its input, so it also ends with this process. The processes that it has started end with
+it: they would keep this process's stderr open, and a pipe that reads it waiting.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
+import signal
 import subprocess
 import threading
 import time
@@ -53,7 +56,12 @@ class HelperProcess:
     def start(self) -> None:
         """Start it. What it says first is read with ``line``."""
         self.process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr, bufsize=0
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.stderr,
+            bufsize=0,
+            start_new_session=True,  # a process group of its own
         )
         self._end = weakref.finalize(self, _end, self.process, os.getpid())
 
@@ -95,9 +103,11 @@ class HelperProcess:
 
 
 def _end(process: subprocess.Popen, owner: int) -> None:
-    """End a helper process, unless it is that of the process which this one was forked from."""
+    """End a helper process and what it has started, unless it is that of the process which this one was forked from."""
     if os.getpid() != owner:
         return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.wait()
     process.stdin.close()

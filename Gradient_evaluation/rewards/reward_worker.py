@@ -125,13 +125,15 @@ class Signature:
         self.parameters = [each for each in parameters.values() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
         names = [each.name for each in self.parameters]
         shown = f"{name} has the parameters ({', '.join(map(str, parameters.values()))})"
+        if names[:1] == ["self"]:
+            raise Unusable(f"{shown}: a method of a class; name that of an instance")
         if "solution_strs" in names:
             raise Unusable(f"{shown}, VERL's form for whole batches; give {FORMS}")
         self.kind = TRL if "completions" in names else VERL if "solution_str" in names else TEXT
         self.text = {TRL: "completions", VERL: "solution_str"}.get(self.kind) or ("text" if "text" in names else "")
         if not self.text:
             positional = [each.name for each in self.parameters if each.kind != each.KEYWORD_ONLY]
-            if not positional or positional[0] in ("ground_truth", "prompt", "prompts", "data_source", "extra_info", "self"):
+            if not positional or positional[0] in ("ground_truth", "prompt", "prompts", "data_source", "extra_info"):
                 raise Unusable(f"{shown}, none of which is the text; give {FORMS}")
             self.text = positional[0]
         keywords = any(each.kind == each.VAR_KEYWORD for each in parameters.values())
@@ -207,7 +209,10 @@ def calls(signature: Signature, question: dict) -> Iterator[tuple[dict, int]]:
     given = {**columns, "prompt": row["prompt"]}
     if signature.kind == VERL:
         rest = {name: value for name, value in columns.items() if name not in NOT_EXTRA}
-        info = {**rest, **(columns.get("extra_info") or {})}
+        written = columns.get("extra_info") or {}
+        if not isinstance(written, dict):
+            raise Unusable(f"takes an object as extra_info, and the row's column of this name is {_short(written)}")
+        info = {**rest, **written}
         given |= {"data_source": columns.get("data_source") or "", "extra_info": info}
         given["ground_truth"] = verl_ground_truth(columns)
     for text in texts:  # a copy for each call: a function may change what it is given
@@ -262,7 +267,7 @@ def in_one_line(error: BaseException, path: str) -> str:
     if isinstance(error, Unusable):
         return str(error)
     if isinstance(error, SyntaxError):
-        places, text = [(error.filename, error.lineno)], error.msg
+        places, text = [(error.filename or path, error.lineno or 1)], error.msg
     else:
         frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
         places = [each for each in frames if each[0] == path]
@@ -285,7 +290,7 @@ def serve() -> None:
     sys.path = [each for each in sys.path if os.path.abspath(each or ".") != here]
     sys.path.append(os.path.dirname(os.path.dirname(here)))  # a reward may use those of this toolkit
     asked = json.loads(sys.argv[1])
-    nowhere = open(os.devnull, "w")
+    nowhere, served_by = open(os.devnull, "w"), os.getpid()
 
     def answer(value: dict) -> None:
         data = json.dumps(value).encode() + b"\n"
@@ -307,12 +312,19 @@ def serve() -> None:
             for given, count in calls(signature, json.loads(line)):
                 args, kwargs = signature.arguments(given)
                 faulthandler.dump_traceback_later(asked["limit"] + GRACE, exit=True, file=nowhere)
-                values = values_of(signature, function(*args, **kwargs), count)
+                try:
+                    returned = function(*args, **kwargs)
+                finally:
+                    if os.getpid() != served_by:  # a fork of the function's own came back: its answer is one too many
+                        os._exit(0)
+                values = values_of(signature, returned, count)
                 faulthandler.cancel_dump_traceback_later()
                 answer({"values": values})
         except BaseException as error:
             faulthandler.cancel_dump_traceback_later()
             answer({"error": in_one_line(error, path)})
+    if os.getsid(0) == os.getpid():  # as HelperProcess starts it: end threads and processes that the function has left
+        os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -50,6 +50,11 @@ def read_rollouts(paths: Sequence[str], tokenizer, rows: Sequence[Row] | None, s
     of two formats, and whatever ``check_rollouts`` refuses.
     """
     files = [file for path in paths for file in files_of(Path(path).expanduser())]
+    seen: set[Path] = set()
+    for file in files:
+        if file.resolve() in seen:
+            raise UserError(f"--rollouts: {file} is given twice, so its rollouts would count twice; give it once")
+        seen.add(file.resolve())
     importer = importer_of(files[0])
     found = importer.read(_records(files, importer), Context(tokenizer, rows, settings))
     if not found:

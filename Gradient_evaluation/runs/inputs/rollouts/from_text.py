@@ -15,6 +15,7 @@ from typing import Any
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.inputs.dataset import Row
 from Gradient_evaluation.runs.inputs.prompts import sampling_law
+from Gradient_evaluation.runs.inputs.rewards import RESCALE
 from Gradient_evaluation.runs.inputs.rollouts.context import Context
 from Gradient_evaluation.sampling.generate import Continuation, eos_token_ids, sample_continuations
 from Gradient_evaluation.sampling.law import uniforms
@@ -137,4 +138,7 @@ def number_of(where: str, name: str, value: Any) -> float:
         return float("nan")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise UserError(f"{where}: its {name} is {str(value)[:40]!r}, not a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise UserError(f"{where}: its {name} is a whole number beyond 1e308; {RESCALE}") from None

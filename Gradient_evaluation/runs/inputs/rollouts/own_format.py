@@ -164,7 +164,7 @@ def _numbers(where: str, name: str, values: Any) -> np.ndarray | None:
         return None
     try:
         found = np.array(values, dtype=np.float64)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         found = np.zeros((0, 0))
     if found.ndim != 1 or isinstance(values, str):
         raise UserError(f"{where}: its {name} is {shorten_repr(values)}, not a list of numbers; {FIX}")
@@ -183,9 +183,14 @@ def _number(where: str, name: str, value: Any) -> float:
     """A reward; NaN where there is none."""
     if value is None:
         return math.nan
-    if not isinstance(value, (int, float)):
-        raise UserError(f"{where}: its {name} is {shorten_repr(value)}, not a number; {FIX}")
-    return float(value)
+    try:
+        return float(value) if isinstance(value, (int, float)) else _no_number(where, name, value)
+    except OverflowError:  # a whole number beyond 1e308
+        return _no_number(where, name, value)
+
+
+def _no_number(where: str, name: str, value: Any):
+    raise UserError(f"{where}: its {name} is {shorten_repr(value)}, not a number; {FIX}")
 
 
 def _object(where: str, name: str, value: Any) -> dict[str, Any]:
@@ -201,5 +206,7 @@ def _object(where: str, name: str, value: Any) -> dict[str, Any]:
 def _json(where: str, name: str, text: str) -> Any:
     try:
         return json.loads(text)
+    except RecursionError:
+        raise UserError(f"{where}: its {name} is nested too deeply; {FIX}") from None
     except ValueError as error:
         raise UserError(f"{where}: its {name} is text, but no JSON ({error}); {FIX}") from None

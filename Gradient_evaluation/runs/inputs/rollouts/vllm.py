@@ -10,7 +10,7 @@ the sampling law only under logprobs_mode="processed_logprobs" (compare.py says 
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -189,7 +189,7 @@ def _log_probs(where: str, values: Any, tokens: Sequence[int]) -> np.ndarray | N
         if isinstance(value, dict):
             value = value.get(str(token))
             value = value.get("logprob") if isinstance(value, dict) else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
             raise UserError(f"{where}: no finite logprob of token {token}; give SamplingParams a logprobs of 0 or more")
         found.append(float(value))
     return np.array(found)
