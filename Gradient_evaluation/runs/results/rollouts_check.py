@@ -59,7 +59,7 @@ def check_lines(check: dict) -> list[str]:
         ]
     corrected = "corrected by importance weights" if check["importance_weights"] else "not corrected (--importance_weights)"
     return [
-        f"{head}: log-probs of scorer and sampler differ by {check['mean_difference']:.2g} per token "
+        f"{head}: log-probs of scorer and sampler differ by {check['mean_difference']:.2g} per token in the mean "
         f"(median {check['median_difference']:.2g}, largest {check['largest_difference']:.2g})",
         f"  effective sample size {check['effective_sample_size']:.3f} of a prompt's rollouts, least "
         f"{check['least_effective_sample_size']:.3f}; {corrected}",
