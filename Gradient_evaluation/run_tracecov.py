@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.cli import MOST_CONTINUATIONS, Parser, add_shared_flags, group_sizes, importing, integer, run
+from Gradient_evaluation.cli import MOST_CONTINUATIONS, Parser, add_shared_flags, group_sizes, importing, integer, number, run
 from Gradient_evaluation.settings import (
     GRAM_DTYPES,
     NOT_WITH_ROLLOUTS,
@@ -40,6 +40,7 @@ def parse_args() -> TracecovSettings:
     parser = Parser(description=__doc__.split("\n")[0])
     add_shared_flags(parser)
     add_prompt_flags(parser.add_argument_group("prompts and continuations"))
+    add_precision_flags(parser.add_argument_group("precision and time"))
     add_gram_flags(parser.add_argument_group("Grams"))
     add_result_flags(parser.add_argument_group("results"), ESTIMATORS)
     args = parser.parse_args()
@@ -128,6 +129,31 @@ def add_prompt_flags(group) -> None:
         metavar="N",
         help="draw N rows of the table first, by --seed, and the T prompts from these; without N: no effect, "
         "the T prompts are drawn from the whole table",
+    )
+
+
+def add_precision_flags(group) -> None:
+    group.add_argument(
+        "--until",
+        type=number(0, 1, low_included=False),
+        metavar="SHARE",
+        help="measure prompts until the 95%% interval of G* is within this share of it: 0.2 for +-20%%; without --M, --K_list and "
+        "--per_prompt the first prompts decide how many continuations each further one gets",
+    )
+    group.add_argument(
+        "--until_quantity",
+        metavar="NAME",
+        help="what --until watches instead of G*: trace:NAME:K, snr:NAME:K or difference:A:B:K of the estimators NAME, A, B",
+    )
+    group.add_argument(
+        "--minutes",
+        type=number(0, low_included=False),
+        help="begin no prompt after so many minutes, the loading of the model included; the same command goes on",
+    )
+    group.add_argument(
+        "--plan",
+        action="store_true",
+        help="only print what a run would take and give, from the Grams that are there or from two minutes of measuring",
     )
 
 

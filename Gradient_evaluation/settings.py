@@ -108,18 +108,23 @@ class OracleSettings(Settings):
 class TracecovSettings(Settings):
     """The flags of run_tracecov.py. ``estimators``: those beside the default four, aliases resolved.
 
-    reward is None where the rewards of --rollouts are taken as they are.
+    reward is None where the rewards of --rollouts are taken as they are. T is None where there is no limit but the table's.
     """
 
     oracle_table: str | None
     dataset: str | None
     split: str | None
     rollouts: tuple[str, ...] | None
-    T: int
+    T: int | None
     M: int
     K_list: tuple[int, ...]  # sorted
     gen_bs: int
     subsample_prompts: int | None
+    until: float | None  # half the interval's width over the value
+    until_quantity: str | None
+    minutes: float | None
+    pilot: bool  # whether the first prompts decide how many continuations the further ones get
+    plan: bool
     block_size: int | None
     gram_memory: int  # MiB
     gram_dtype: str

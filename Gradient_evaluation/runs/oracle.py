@@ -19,7 +19,8 @@ from Gradient_evaluation.runs.dataset import Row, load_dataset_rows
 from Gradient_evaluation.runs.files import append_row
 from Gradient_evaluation.runs.memory import Batch, limited_memory
 from Gradient_evaluation.runs.oracle_table import GRADED, N_LEFT_OUT, V_COMPONENTS, ZERO_ONE, jeffreys_columns
-from Gradient_evaluation.runs.processes import Processes, Progress
+from Gradient_evaluation.runs.processes import Processes
+from Gradient_evaluation.runs.progress import Progress
 from Gradient_evaluation.runs.prompts import chat_from, load_policy, run_identity, sampling_law, tokenised
 from Gradient_evaluation.runs.resume import (
     check_fingerprint,

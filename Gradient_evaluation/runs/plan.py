@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.domains import column_values
 from Gradient_evaluation.runs.inputs import identity_of_rollouts, inputs_of, law_of_run, other_rewards, path_for_messages
 from Gradient_evaluation.runs.measure import block_sizes, planned_block_size
+from Gradient_evaluation.runs.oracle_table import oracle_components
 from Gradient_evaluation.runs.prompts import chat_from, tokenised
 from Gradient_evaluation.runs.resume import (
     IDENTITY,
@@ -75,11 +77,25 @@ class Plan(NamedTuple):
     other_rewards: dict | None  # the identity of a run of the same rollouts under other rewards, which has made every Gram
 
 
-def drawn(n: int, T: int, subsample: int | None, seed: int) -> list[int]:
+def as_drawn(record: gram_store.GramRecord, plan: Plan, order: int) -> gram_store.GramRecord:
+    """The record of the prompt at ``order`` of those drawn, with the present oracle value and columns of its source.
+
+    It is the same object where nothing differs from what the file has.
+    """
+    index, row, _ = plan.chosen[order]
+    now = {"index": index, "order": order, "oracle_value": row.oracle_value, "n_oracle": row.oracle_samples}
+    now["columns"] = gram_store.scalar_columns(row.columns)
+    if plan.rewards is not None and plan.rewards.are_several:
+        now["oracle_components"] = oracle_components(row, plan.rewards.names)
+    differs = any(getattr(record, name) != value for name, value in now.items())
+    return replace(record, **now) if differs else record
+
+
+def drawn(n: int, T: int | None, subsample: int | None, seed: int) -> list[int]:
     """Indices of T rows of a table of n, in the order in which they are measured, as the paper's released script draws them.
 
     Of a table with more than ``subsample`` rows, that many are drawn first. The rows are shuffled, by a generator of the
-    same seed, and the first T are taken. So the prompts of a smaller T are the first of a larger one, and the prompts of an
+    same seed, and the first T are taken (None: all). So the prompts of a smaller T are the first of a larger one, and the prompts of an
     interrupted run are a random sample.
     """
     order = list(range(n))

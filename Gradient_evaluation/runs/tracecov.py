@@ -22,9 +22,9 @@ from Gradient_evaluation.runs.files import write_json
 from Gradient_evaluation.runs.inputs import REWARDS, inputs_of
 from Gradient_evaluation.runs.measure import Measurement, score_gram
 from Gradient_evaluation.runs.memory import limited_memory
-from Gradient_evaluation.runs.oracle_table import oracle_components
-from Gradient_evaluation.runs.plan import Plan, begin, is_measured, prepare
-from Gradient_evaluation.runs.processes import Processes, Progress
+from Gradient_evaluation.runs.plan import Plan, as_drawn, begin, is_measured, prepare
+from Gradient_evaluation.runs.processes import Processes
+from Gradient_evaluation.runs.progress import Progress
 from Gradient_evaluation.runs.prompts import load_policy
 from Gradient_evaluation.runs.report import group_size_report, report
 from Gradient_evaluation.runs.results import finished_results, results_path, versions, write_results
@@ -105,14 +105,10 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
 
 def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
     """The Gram records of the chosen prompts in the order of their source, with its present oracle values and columns."""
-    for order, (index, row, _) in sorted(enumerate(plan.chosen), key=lambda each: each[1].index):
-        record = gram_store.load(gram_store.path_of(plan.grams, row.prompt_id))
-        now = {"index": index, "order": order, "oracle_value": row.oracle_value, "n_oracle": row.oracle_samples}
-        now["columns"] = gram_store.scalar_columns(row.columns)
-        if plan.rewards is not None and plan.rewards.are_several:
-            now["oracle_components"] = oracle_components(row, plan.rewards.names)
-        current = replace(record, **now)
-        if any(getattr(record, name) != value for name, value in now.items()):
+    for order in sorted(range(len(plan.chosen)), key=lambda order: plan.chosen[order].index):
+        record = gram_store.load(gram_store.path_of(plan.grams, plan.chosen[order].row.prompt_id))
+        current = as_drawn(record, plan, order)
+        if current is not record:
             current.save(plan.grams)
         yield current
 
