@@ -122,7 +122,10 @@ class Measurement:
         """The record of one prompt, ``index`` its row among the prompts. FloatingPointError: not finite."""
         drawn, rewards, n_left_out = self.source.draw(row, prompt_ids)
         if len(drawn) < SMALLEST_BLOCK:
-            count, more = len(drawn) + n_left_out, "raise --M" if self.source.is_sampled else "give more rollouts of it"
+            count, more = (
+                len(drawn) + n_left_out,
+                "raise --M or --per_prompt" if self.source.is_sampled else "give more rollouts of it",
+            )
             raise UserError(
                 f"{row.where}: only {len(drawn)} of {count} continuations have a reward (the others None); at least "
                 f"{SMALLEST_BLOCK} are needed: {more}, remove the row, or let a reward take it"

@@ -41,11 +41,11 @@ from Gradient_evaluation.runs.rewards import RunRewards
 from Gradient_evaluation.runs.rollouts.save import begin_folder, check_folder, note_missing
 from Gradient_evaluation.runs.summaries import check_allocation
 from Gradient_evaluation.sampling.rollouts import Rollouts
-from Gradient_evaluation.settings import TracecovSettings
+from Gradient_evaluation.settings import TracecovSettings, continuations_of
 from Gradient_evaluation.stats.estimators import extra_rollouts, sketched_names
 
 # Flags that decide the blocks and the prompts. run.json stores them beside the identity, for messages and --from_grams.
-STORED_FLAGS = ("T", "M", "K_list", "block_size", "estimators", "subsample_prompts")
+STORED_FLAGS = ("T", "M", "per_prompt", "K_list", "block_size", "estimators", "subsample_prompts")
 
 
 def stored_flags(settings: TracecovSettings) -> dict:
@@ -121,7 +121,7 @@ def choose_rows(
 def prepare(settings: TracecovSettings, dtype: torch.dtype, locks: ExitStack) -> Plan:
     """Do everything that needs no model, above all the checks. ``locks`` takes the lock on the Gram files."""
     largest = planned_block_size(settings)
-    sizes = None if settings.rollouts else block_sizes(settings.M * settings.K_list[-1], largest)
+    sizes = None if settings.rollouts else block_sizes(continuations_of(settings), largest)
     inputs = inputs_of(settings)
     tokenizer, stored = inputs.tokenizer, inputs.stored
     path = Path(settings.save_json) / "grams" / IDENTITY
@@ -163,7 +163,7 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, locks: ExitStack) ->
 
 def sampled_by(law: dict, identity: dict, settings: TracecovSettings) -> dict:
     """The identity of a folder of --save_rollouts: all that decides what is sampled, and how much of it."""
-    count = {"script": "run_tracecov.py", "continuations": settings.M * settings.K_list[-1]}
+    count = {"script": "run_tracecov.py", "continuations": continuations_of(settings)}
     return {**law, **count, "seed": identity["seed"], "dtype": identity["dtype"]}
 
 

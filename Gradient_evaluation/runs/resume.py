@@ -35,7 +35,7 @@ IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
 BESIDE_THE_IDENTITY = ("weights_digest", "flags")  # what run.json has too
 # Entries of an identity that are no flags: the flags that decide them, or what else does.
 FROM_FLAGS = {
-    "block_sizes": ("M", "K_list", "block_size", "estimators"),
+    "block_sizes": ("M", "per_prompt", "K_list", "block_size", "estimators"),
     "sketched": ("estimators",),
     "greedy": ("estimators",),
     "sketched_at": ("K_list",),

@@ -23,7 +23,7 @@ from Gradient_evaluation.runs.rollouts.stored import rewards_of_rollouts
 from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
 from Gradient_evaluation.sampling.law import uniforms
 from Gradient_evaluation.sampling.rollouts import Rollouts
-from Gradient_evaluation.settings import TracecovSettings
+from Gradient_evaluation.settings import TracecovSettings, continuations_of
 from Gradient_evaluation.stats.estimators import extra_rollouts
 
 
@@ -46,7 +46,7 @@ class Sampled:
 
     def count_of(self, row: Row) -> int:
         """How many continuations of the prompt are measured."""
-        return self.settings.M * self.settings.K_list[-1]
+        return continuations_of(self.settings)
 
     def draw(self, row: Row, prompt_ids: Sequence[int]) -> tuple[list[Continuation], Rewards, int]:
         """(the continuations that have a reward, their rewards, how many have none and are left out)."""
