@@ -20,6 +20,7 @@ there, and samples none (docs/rollouts.md). The loop over prompts is in runs/tra
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def parse_args() -> TracecovSettings:
     add_result_flags(parser.add_argument_group("results"), ESTIMATORS)
     args = parser.parse_args()
     check_source(parser, args)
+    check_precision(parser, args)
     args.K_list = group_sizes(args.K_list)
     if args.per_prompt and "--M" in parser.given():
         parser.error(
@@ -105,6 +107,33 @@ def check_source(parser: Parser, args) -> None:
         parser.error("--importance_weights: weights are ratios of exact log-probs; leave out --scoring published")
 
 
+def check_precision(parser: Parser, args) -> None:
+    """What --until, --minutes and --plan make of the flags that were not typed; refuse, in one line, what does not fit them."""
+    with importing():
+        from Gradient_evaluation.stats.estimators import resolve
+        from Gradient_evaluation.stats.precision import Quantity
+    given = parser.given()
+    stops = args.until is not None or args.minutes is not None
+    args.pilot = False
+    if args.until_quantity and args.until is None:
+        parser.error("--until_quantity: no effect without --until; leave it out, or give --until 0.2")
+    if args.from_grams and not args.plan and args.until is not None:
+        parser.error("--until: no effect with --from_grams, which measures nothing; leave it out, or give --plan")
+    if stops and args.allocate:
+        parser.error("--allocate: shares N among a known number of prompts; run --until first, then --from_grams --allocate")
+    try:
+        names = resolve(Quantity.parse(args.until_quantity or "G_star").names)
+    except ValueError as error:
+        parser.error(f"--until_quantity {args.until_quantity}: {error}")
+    args.estimators += [name for name in names if args.estimators != ["all"]]
+    if not (stops or args.plan):
+        return
+    if "--T" not in given:
+        args.T = None
+    decided = {"--M", "--K_list", "--per_prompt", "--rollouts", "--from_grams"} & set(given)
+    args.pilot = not decided
+
+
 def add_prompt_flags(group) -> None:
     group.add_argument("--oracle_table", help="table of calculate_oracle_v.py, JSONL or parquet")
     group.add_argument(
@@ -147,8 +176,8 @@ def add_precision_flags(group) -> None:
         "--until",
         type=number(0, 1, low_included=False),
         metavar="SHARE",
-        help="measure prompts until the 95%% interval of G* is within this share of it: 0.2 for +-20%%; without --M, --K_list and "
-        "--per_prompt the first prompts decide how many continuations each further one gets",
+        help="measure prompts until the 95%% interval of G* is within this share of it: 0.2 for +-20%%; without --M, --K_list "
+        "and --per_prompt the first prompts decide how many continuations each further one gets",
     )
     group.add_argument(
         "--until_quantity",
@@ -249,7 +278,7 @@ def main() -> None:
         figure, _ = (plot_with_groups if "by_group" in results else plot_tracecov)(results, label=label)
         return save_figure(figure, Path(settings.plot_path) / f"tracecov_{label}.png")
 
-    tracecov.run(settings, draw)
+    tracecov.run(settings, draw, shlex.join(["python", *(word for word in sys.argv if word != "--plan")]))
 
 
 if __name__ == "__main__":

@@ -145,6 +145,11 @@ class TracecovSettings(Settings):
     plot_path: str
     skip_plot: bool
 
+    @property
+    def stops_itself(self) -> bool:
+        """Whether the run ends before the last prompt that it may take, for another reason than an error."""
+        return self.until is not None or self.minutes is not None or self.plan
+
 
 def continuations_of(settings: TracecovSettings) -> int:
     """How many continuations of each prompt a run samples: --per_prompt, or --M times the largest of --K_list."""

@@ -1,20 +1,20 @@
 """How many continuations should each prompt get? The first prompts of a run decide, with what they cost on this machine.
 
-    settings = with_choice(settings)      --per_prompt as an earlier call chose it; before that, the pilot's own
-    pairs = timed(...)                    measures the pilot's prompts
-    choose(...)                           stores the choice in run.json, where the same command finds it again
+    settings = with_choice(settings)        --per_prompt as an earlier call chose it; before that, the pilot's own
+    settings = with_pilot(loop, settings)   measures the pilot's prompts, chooses, and stores the choice in run.json
 
-A prompt costs c_p + n c_s seconds with n continuations. The prompts differ from each other, and n continuations of one know
-it with an error that falls as 1/n. METHOD: the n that gives the narrowest interval for the time does not depend on how much
-time there is (stats/design.py). The pilot's prompts are used in the results: unequal numbers of continuations are unbiased.
+A prompt costs c_p + n c_s seconds with n continuations. Prompts differ from each other, and n continuations of one know it
+with an error that falls as 1/n. The n that gives the narrowest interval for the time does not depend on how much time there
+is (stats/design.py). The pilot's prompts are used in the results: unequal numbers of continuations are unbiased.
 """
 
 from __future__ import annotations
 
 import resource
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -22,17 +22,20 @@ from typing import NamedTuple
 import torch
 
 from Gradient_evaluation.runs.files import write_json
-from Gradient_evaluation.runs.plan import Chosen
-from Gradient_evaluation.runs.resume import IDENTITY, PILOT, read_identity
+from Gradient_evaluation.runs.loop import Loop
+from Gradient_evaluation.runs.measure import planned_block_size
+from Gradient_evaluation.runs.plan import PILOT_CONTINUATIONS, PILOT_PROMPTS, Chosen, left
+from Gradient_evaluation.runs.resume import IDENTITY, PILOT, finite_at, read_identity
+from Gradient_evaluation.runs.until import Until
 from Gradient_evaluation.settings import TracecovSettings
+from Gradient_evaluation.stats.design import best_continuations, spread_of
 
-PROMPTS, CONTINUATIONS = 8, 16  # of the pilot
 FEWER = 4  # continuations of the second timing
-TIMED = 2  # every second prompt is timed with FEWER continuations too
+PLAN_SECONDS = 120  # of a pilot for --plan
 
 
 class Pair(NamedTuple):
-    """Seconds of one prompt, measured with CONTINUATIONS, with FEWER, and of all that is done besides measuring it."""
+    """Seconds of one prompt, measured with PILOT_CONTINUATIONS, with FEWER, and of all that is done besides measuring it."""
 
     many: float
     few: float
@@ -66,7 +69,7 @@ def with_choice(settings: TracecovSettings) -> TracecovSettings:
     if not settings.pilot:
         return settings
     choice = None if settings.overwrite else stored_choice(Path(settings.save_json) / "grams")
-    return replace(settings, per_prompt=choice.continuations if choice else CONTINUATIONS)
+    return replace(settings, per_prompt=choice.continuations if choice else PILOT_CONTINUATIONS)
 
 
 def costs(pairs: Sequence[Pair]) -> tuple[float, float]:
@@ -77,12 +80,67 @@ def costs(pairs: Sequence[Pair]) -> tuple[float, float]:
     """
     whole = statistics.median(pair.many for pair in pairs)
     difference = statistics.median(pair.many - pair.few for pair in pairs)
-    each = max(difference, 0.01 * whole) / (CONTINUATIONS - FEWER)
-    return max(0.0, whole - CONTINUATIONS * each) + statistics.median(pair.besides for pair in pairs), each
+    each = max(difference, 0.01 * whole) / (PILOT_CONTINUATIONS - FEWER)
+    return max(0.0, whole - PILOT_CONTINUATIONS * each) + statistics.median(pair.besides for pair in pairs), each
 
 
 def peak_memory(device: torch.device) -> int:
     """Bytes at the peak so far: of the GPU, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def with_pilot(loop: Loop, settings: TracecovSettings) -> TracecovSettings:
+    """The settings with the --per_prompt that the first prompts of the run choose: now, or in an earlier call."""
+    processes, plan, source = loop.processes, loop.plan, loop.measurement.source
+    choice = processes.from_first(stored_choice, plan.grams)
+    if choice is None:
+        items = processes.from_first(left, plan, settings, PILOT_PROMPTS)
+        pairs = [pair for each in processes.gather(timed(loop, items)) for pair in each]
+        memory = max(processes.gather(peak_memory(processes.device)))
+        choice = processes.from_first(choose, loop.until, pairs, memory)
+    if choice is not None:
+        settings = replace(settings, per_prompt=choice.continuations)
+        source.settings = loop.until.settings = settings
+        if processes.is_first and not settings.plan:
+            print(choice, flush=True)
+    return settings
+
+
+def timed(loop: Loop, items: Sequence[Chosen]) -> list[Pair]:
+    """Measure the pilot's prompts that this process takes. Returns the times of every second one of them.
+
+    Where an earlier call has measured them all and chosen nothing, the first two are timed, and measured for nothing else.
+    """
+    pairs, rehearse = [], loop.measurement.rehearse
+
+    def seconds(each: Chosen, count: int) -> float:
+        begun = time.monotonic()
+        finite_at(each.row, rehearse, each.row, each.prompt_ids, count)
+        return time.monotonic() - begun
+
+    def time_again(each: Chosen, measured: float, besides: float) -> None:
+        if each.row.prompt_id in again:
+            pairs.append(Pair(measured, seconds(each, FEWER), besides))
+
+    again = {each.row.prompt_id for each in items[1::2]}
+    loop.measure(items, PILOT, time_again)
+    if not again and loop.processes.is_first:
+        pairs += [Pair(seconds(each, PILOT_CONTINUATIONS), seconds(each, FEWER), 0.0) for each in loop.plan.chosen[:2]]
+    return pairs
+
+
+def choose(until: Until, pairs: Sequence[Pair], memory: int) -> Choice | None:
+    """What the pilot's prompts say, once they are measured; stored in run.json. None where the time was over before."""
+    until.advance()
+    if not pairs or until.n_ready < min(PILOT_PROMPTS, len(until.plan.chosen)):
+        return None
+    per_prompt, per_continuation = costs(pairs)
+    spread = spread_of(until.quantity, until.prompts(), until.theta())
+    n = best_continuations(spread, per_prompt, per_continuation)
+    most = planned_block_size(until.settings)
+    choice = Choice(min(n, most), per_prompt, per_continuation, memory, "")
+    path = until.plan.grams / IDENTITY
+    write_json(path, {**read_identity(path), PILOT: asdict(choice)})
+    return choice

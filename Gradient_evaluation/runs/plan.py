@@ -1,7 +1,7 @@
 """What a run of run_tracecov.py does: its prompts, its identity, and what is left to measure. No model is loaded for it.
 
 prepare(settings, dtype, locks)            the Plan; UserError for what the run cannot use
-is_measured(plan, settings)                whether nothing is left to do
+is_checked(plan, settings)                 whether the checks are there, made with these weights
 begin(plan, settings, fingerprints)        what is checked once the weights are known
 """
 
@@ -54,6 +54,9 @@ def stored_flags(settings: TracecovSettings) -> dict:
     return {name: config[name] for name in STORED_FLAGS}
 
 
+PILOT_PROMPTS, PILOT_CONTINUATIONS = 8, 16  # those of the first prompts, where they decide on the further ones
+
+
 class Chosen(NamedTuple):
     """A prompt that was drawn."""
 
@@ -95,8 +98,8 @@ def drawn(n: int, T: int | None, subsample: int | None, seed: int) -> list[int]:
     """Indices of T rows of a table of n, in the order in which they are measured, as the paper's released script draws them.
 
     Of a table with more than ``subsample`` rows, that many are drawn first. The rows are shuffled, by a generator of the
-    same seed, and the first T are taken (None: all). So the prompts of a smaller T are the first of a larger one, and the prompts of an
-    interrupted run are a random sample.
+    same seed, and the first T are taken (None: all). So the prompts of a smaller T are the first of a larger one, and the
+    prompts of an interrupted run are a random sample.
     """
     order = list(range(n))
     if subsample is not None and subsample < n:
@@ -184,6 +187,18 @@ def identity_beside_the_law(settings: TracecovSettings, sizes: list[int] | None)
     }
 
 
+def wanted(settings: TracecovSettings, order: int) -> int:
+    """How many continuations the prompt at ``order`` of those drawn is to have; 0 where rollouts bring them."""
+    if settings.rollouts:
+        return 0
+    return PILOT_CONTINUATIONS if settings.pilot and order < PILOT_PROMPTS else continuations_of(settings)
+
+
+def left(plan: Plan, settings: TracecovSettings, first: int | None = None) -> list[Chosen]:
+    """The prompts that have fewer continuations than they are to have, in seeded order; of the ``first`` ones alone."""
+    return [each for each in plan.chosen[:first] if not gram_store.path_of(plan.grams, each.row.prompt_id).exists()]
+
+
 def note_older_choice(grams: Path, found: dict, chosen: list[Chosen]) -> None:
     """Say when Grams of a folder go unused: a run of an earlier version took the first T rows, without a draw."""
     if "subsample_prompts" in (found.get("flags") or {}):
@@ -198,10 +213,10 @@ def note_older_choice(grams: Path, found: dict, chosen: list[Chosen]) -> None:
         )
 
 
-def is_measured(plan: Plan, settings: TracecovSettings) -> bool:
-    """Whether every Gram and the checks are there, made with the weights that --model names now."""
+def is_checked(plan: Plan, settings: TracecovSettings) -> bool:
+    """Whether the checks are there, made with the weights that --model names now."""
     checks = {"self_audit", "sampler_check"} if plan.stored is None else {"self_audit"}
-    if plan.todo or not checks <= set(read_checks(plan.grams)) or not (plan.grams / IDENTITY).exists():
+    if not checks <= set(read_checks(plan.grams)) or not (plan.grams / IDENTITY).exists():
         return False
     return read_identity(plan.grams / IDENTITY).get("weights_digest") == weights_digest(settings.model, settings.revision)
 

@@ -59,6 +59,7 @@ class Processes:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._store, self._done = None, 0
+        self._told: set[str] = set()
         if self.size > 1:
             self._join()
             self.from_first(check_own_gpus, self.gather(gpu_identity(self.device)))
@@ -99,13 +100,32 @@ class Processes:
             sys.exit(2)
         return found[0]
 
-    def share(self, items: Sequence) -> Iterator:
-        """The items that this process takes. ``items`` is the same in every process; each goes to the first that is free."""
+    def share(self, items: Sequence, name: str = "taken", may_begin: Callable[[], bool] = lambda: True) -> Iterator:
+        """The items that this process takes. ``items`` is the same in every process; each goes to the first that is free.
+
+        name: another one for every list of a run. may_begin: asked before an item is taken; none is taken after a False. So
+        every item before one that was taken was taken too.
+        """
         if self.size == 1:
-            yield from items
+            for item in items:
+                if not may_begin():
+                    return
+                yield item
             return
-        while (index := self._together(self._store.add, "taken", 1) - 1) < len(items):
+        while may_begin() and (index := self._together(self._store.add, name, 1) - 1) < len(items):
             yield items[index]
+
+    def tell(self, name: str) -> None:
+        """Let every process know; ``is_told(name)`` is True from then on."""
+        self._told.add(name)
+        if self.size > 1:
+            self._together(self._store.set, name, "yes")
+
+    def is_told(self, name: str) -> bool:
+        """Whether a process has told the others ``name``."""
+        if self.size > 1 and name not in self._told and self._together(self._store.check, [name]):
+            self._told.add(name)
+        return name in self._told
 
     def count(self) -> int:
         """Count one more prompt as done; returns how many all processes together have done in this run."""

@@ -1,8 +1,8 @@
 """How far a run is: a line on the terminal, or in a log one line a minute.
 
-    12/40 [00:31<01:12, 2.6s/prompt, 410 continuations/s, mean V 0.43]      on a terminal
-    120/500 prompts, 31 min, about 1.6 h left, mean reward 0.43             in a log
-    G* 5.8 [4.1, 9.0] after 34 prompts, about 3 min to +-20%                where a run stops when the answer is precise enough
+12/40 [00:31<01:12, 2.6s/prompt, 410 continuations/s, mean V 0.43]      on a terminal
+120/500 prompts, 31 min, about 1.6 h left, mean reward 0.43             in a log
+G* 5.8 [4.1, 9.0] after 34 prompts, about 3 min to +-20%                where a run stops when the answer is precise enough
 """
 
 from __future__ import annotations
@@ -14,16 +14,9 @@ from collections.abc import Callable
 from tqdm import tqdm
 
 from Gradient_evaluation.runs.processes import Processes
+from Gradient_evaluation.runs.stopping import time_text
 
 EVERY = 60  # seconds between two lines of a log
-
-
-def time_text(seconds: float) -> str:
-    """``"45 s"``, ``"31 min"``, ``"1.6 h"``, ``"2.3 days"``."""
-    for size, unit, most in ((1, "s", 90), (60, "min", 90 * 60), (3600, "h", 48 * 3600)):
-        if seconds < most:
-            return f"{seconds / size:.{1 if unit == 'h' else 0}f} {unit}"
-    return f"{seconds / 86400:.1f} days"
 
 
 class Progress:

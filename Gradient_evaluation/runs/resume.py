@@ -32,7 +32,8 @@ from Gradient_evaluation.runs.files import (
 from Gradient_evaluation.runs.oracle_table import ADDED_LATER, N_LEFT_OUT, oracle_row, with_jeffreys_error
 
 IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
-BESIDE_THE_IDENTITY = ("weights_digest", "flags")  # what run.json has too
+PILOT = "pilot"  # in run.json: what the first prompts have shown (runs/pilot.py)
+BESIDE_THE_IDENTITY = ("weights_digest", "flags", PILOT)  # what run.json has too
 # Entries of an identity that are no flags: the flags that decide them, or what else does.
 FROM_FLAGS = {
     "block_sizes": ("M", "per_prompt", "K_list", "block_size", "estimators"),
@@ -303,6 +304,8 @@ def check_identity(path: Path, stored: dict, overwrite: bool) -> None:
         found = read_identity(path)
         identity = {name: value for name, value in stored.items() if name not in BESIDE_THE_IDENTITY}
         refuse_difference(str(path), found, identity, stored["flags"])
+        if PILOT in found:
+            stored = {**stored, PILOT: found[PILOT]}
         if found != stored:
             write_json(path, stored)
         return
