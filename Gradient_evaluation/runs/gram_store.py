@@ -39,9 +39,9 @@ class GramRecord:
     continuations it is the mean of, or None. columns: ``scalar_columns`` of the prompt's row; None in older files.
     rewards, lengths (tokens, the end of sequence included), log_probs: (N,). grams: one (B, B) float64 per block,
     Q[i, j] = <g_i, g_j>. With --by_layer, modules: their names, and module_moments: (modules, 6) of stats/modules.py; else
-    None. Where there is no oracle_value, module_oracle: (modules,), the trace of each module at a cross-fitted V(x), if
-    there are two blocks. With --sketch_dim, sketch: (E, S) float32, the sketch of each mean gradient of ``sketch_names``
-    ("grpo" first), averaged over blocks, and sketch_layout: (parameters, 4) of GradientSketch.layout; else None.
+    None. Where there is no oracle_value, module_oracle: (modules,), the trace of each module at a cross-fitted V(x), if there
+    are two blocks. With --sketch_dim, sketch: (E, S) float32 or float64, the sketch of each mean gradient of ``sketch_names``
+    ("grpo" first), averaged over blocks by size, and sketch_layout: (parameters, 4) of GradientSketch.layout; else None.
     greedy_reward: of the greedy continuation, or None. log_weights: (N,) log of the importance weights, up to a constant, of
     continuations that another law drew; else None. rollouts_check: of --rollouts, what runs/rollouts/compare.py found.
     n_left_out: continuations that had no reward (None), which are in none of the arrays; None for 0.
@@ -84,6 +84,11 @@ class GramRecord:
     def mean_reward(self) -> float:
         """Of the continuations; with log_weights their weighted mean."""
         return float(np.average(self.rewards, weights=self._weights) if self.log_weights is not None else self.rewards.mean())
+
+    @property
+    def n_drawn(self) -> int:
+        """How many continuations were drawn: those that are measured, and those without a reward."""
+        return len(self.rewards) + (self.n_left_out or 0)
 
     @property
     def _weights(self) -> np.ndarray:
@@ -163,6 +168,12 @@ def load(path: Path) -> GramRecord:
             log_probs=data["log_probs"],
             grams=[piece.reshape(size, size) for piece, size in zip(pieces, sizes)],
         )
+
+
+def n_drawn(path: Path) -> int:
+    """``GramRecord.n_drawn`` of a file, without its Grams. Raises UserError naming the file when it is not one."""
+    with _readable(path, "delete it and run run_tracecov.py again"), np.load(path, allow_pickle=False) as file:
+        return int(file["block_sizes"].sum()) + (json.loads(str(file["about"])).get("n_left_out") or 0)
 
 
 class Records:

@@ -88,7 +88,7 @@ def law_of_run(inputs: Inputs, settings: TracecovSettings, chat: Chat) -> tuple[
 
 
 def identity_of_rollouts(inputs: Inputs, settings: TracecovSettings, largest: int) -> dict[str, Any]:
-    """Entries of a run's identity, all None where the run samples.
+    """Entries of a run's identity; all but the last None where the run samples.
 
     rollouts: a hash of the tokens and masks; file_rewards: of the rewards in the files, where these are taken;
     importance_weights: of the sampler's log-probs, under that flag;
@@ -99,7 +99,7 @@ def identity_of_rollouts(inputs: Inputs, settings: TracecovSettings, largest: in
         "rollouts": several and digest(several),
         "file_rewards": rewards_digest(several) if several and settings.reward is None else None,
         "importance_weights": log_probs_digest(several) if settings.importance_weights else None,
-        "largest_block": several and largest,
+        "largest_block": largest,
     }
 
 

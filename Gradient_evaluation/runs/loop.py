@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from Gradient_evaluation.runs.grow import whole_record
 from Gradient_evaluation.runs.measure import Measurement
 from Gradient_evaluation.runs.plan import Chosen, Plan
 from Gradient_evaluation.runs.processes import Processes
@@ -31,11 +32,14 @@ class Loop(NamedTuple):
 
         timed: takes a prompt, the seconds of its measurement, and those of storing it and looking at the answer.
         """
+        if self.until is not None and self.processes.is_first:
+            self.until.advance(self.processes)
+            self.until.restart_clock()
         order = {each.row.prompt_id: position for position, each in enumerate(self.plan.chosen)}
         for each in self.processes.share(items, name, self.may_begin):
             index, row, prompt_ids = each
             begun = time.monotonic()
-            record = finite_at(row, self.measurement.measure, row, prompt_ids, index)
+            record = finite_at(row, whole_record, self.measurement, self.plan.grams, row, prompt_ids, index)
             measured = time.monotonic()
             replace(record, order=order[row.prompt_id]).save(self.plan.grams)
             if self.until is not None and self.processes.is_first:

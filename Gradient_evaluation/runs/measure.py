@@ -125,9 +125,12 @@ class Measurement:
         if len(drawn) >= SMALLEST_BLOCK:
             self._blocks(row, prompt_ids, drawn, rewards, self.block.size)
 
-    def measure(self, row: OracleRow, prompt_ids: list[int], index: int) -> GramRecord:
-        """The record of one prompt, ``index`` its row among the prompts. FloatingPointError: not finite."""
-        drawn, rewards, n_left_out = self.source.draw(row, prompt_ids)
+    def measure(self, row: OracleRow, prompt_ids: list[int], index: int, first: int = 0) -> GramRecord:
+        """The record of one prompt, ``index`` its row among the prompts, of its continuations from number ``first`` on.
+
+        Raises FloatingPointError where something is not finite.
+        """
+        drawn, rewards, n_left_out = self.source.draw(row, prompt_ids, first)
         if len(drawn) < SMALLEST_BLOCK:
             count, more = (
                 len(drawn) + n_left_out,
@@ -191,16 +194,17 @@ class Measurement:
                 sketches.append(block.sketch)
             if self.settings.by_layer:
                 moments.append(layer_moments(block.by_module, rewards.total[part]))
-        sketch, ends = np.mean(sketches, axis=0) if sketches else None, np.cumsum([len(gram) for gram in grams])
+        sizes = [len(gram) for gram in grams]
+        sketch = np.average(sketches, axis=0, weights=sizes).astype(sketches[0].dtype) if sketches else None
         return {
             "lengths": lengths,
             "grams": grams,
             "log_probs": np.concatenate(values),
             "modules": self.gram.modules if moments else None,
-            "module_moments": np.mean(moments, axis=0) if moments else None,
+            "module_moments": np.average(moments, axis=0, weights=sizes) if moments else None,
             "sketch": sketch[: len(names)] if names else None,
             "component_sketch": sketch[len(names) :] if names and self.several else None,
-            "module_oracle": _module_oracle(row, moments, np.split(rewards.total, ends[:-1])),
+            "module_oracle": _module_oracle(row, moments, np.split(rewards.total, np.cumsum(sizes)[:-1])),
             "sketch_names": names,
             "sketch_layout": np.array(self.gram.sketch.layout, dtype=np.int64) if names else None,
         }

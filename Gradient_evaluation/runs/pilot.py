@@ -23,7 +23,6 @@ import torch
 
 from Gradient_evaluation.runs.files import write_json
 from Gradient_evaluation.runs.loop import Loop
-from Gradient_evaluation.runs.measure import planned_block_size
 from Gradient_evaluation.runs.plan import PILOT_CONTINUATIONS, PILOT_PROMPTS, Chosen, left
 from Gradient_evaluation.runs.resume import IDENTITY, PILOT, finite_at, read_identity
 from Gradient_evaluation.runs.until import Until
@@ -96,7 +95,7 @@ def with_pilot(loop: Loop, settings: TracecovSettings) -> TracecovSettings:
     processes, plan, source = loop.processes, loop.plan, loop.measurement.source
     choice = processes.from_first(stored_choice, plan.grams)
     if choice is None:
-        items = processes.from_first(left, plan, settings, PILOT_PROMPTS)
+        items = processes.from_first(left, plan, PILOT_PROMPTS)
         pairs = [pair for each in processes.gather(timed(loop, items)) for pair in each]
         memory = max(processes.gather(peak_memory(processes.device)))
         choice = processes.from_first(choose, loop.until, pairs, memory)
@@ -139,7 +138,7 @@ def choose(until: Until, pairs: Sequence[Pair], memory: int) -> Choice | None:
     per_prompt, per_continuation = costs(pairs)
     spread = spread_of(until.quantity, until.prompts(), until.theta())
     n = best_continuations(spread, per_prompt, per_continuation)
-    most = planned_block_size(until.settings)
+    most = until.plan.identity["largest_block"]
     choice = Choice(min(n, most), per_prompt, per_continuation, memory, "")
     path = until.plan.grams / IDENTITY
     write_json(path, {**read_identity(path), PILOT: asdict(choice)})

@@ -36,7 +36,6 @@ PILOT = "pilot"  # in run.json: what the first prompts have shown (runs/pilot.py
 BESIDE_THE_IDENTITY = ("weights_digest", "flags", PILOT)  # what run.json has too
 # Entries of an identity that are no flags: the flags that decide them, or what else does.
 FROM_FLAGS = {
-    "block_sizes": ("M", "per_prompt", "K_list", "block_size", "estimators"),
     "sketched": ("estimators",),
     "greedy": ("estimators",),
     "sketched_at": ("K_list",),
@@ -241,7 +240,7 @@ def refuse_difference(where: str, found: dict, identity: dict, flags: dict | Non
         earlier = found.get("flags") or {}
         if differing := _differing_flags(name, earlier, flags or {}):
             then, now = (" ".join(_as_typed(flag, values[flag]) for flag in differing) for values in (earlier, flags))
-        if "K_list" in differing:
+        if "K_list" in differing and "block_size" not in differing:
             fix = (
                 f"keep {max(earlier['K_list'])} as the largest of --K_list, or compute other group sizes from these Grams "
                 f"with --from_grams {Path(where).parent}; otherwise"
@@ -329,6 +328,9 @@ def read_identity(path: Path, fix: str = "pass --overwrite to start this run afr
         raise UserError(f"{path}: missing or damaged; {fix}") from None
     if not isinstance(identity, dict) or not isinstance(identity.get("model"), str):
         raise UserError(f"{path}: not the identity of a run_tracecov.py run; {fix}")
+    if not identity.get("largest_block") and identity.get("block_sizes"):  # an earlier version stored the sizes instead
+        flags = identity.get("flags") or {}
+        identity["largest_block"] = flags.get("block_size") or max(identity["block_sizes"])
     return identity
 
 

@@ -19,6 +19,7 @@ from Gradient_evaluation.own_reward import check_weights
 from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.by_reward import reweighted
 from Gradient_evaluation.runs.files import write_json
+from Gradient_evaluation.runs.grow import have_more, note_unequal
 from Gradient_evaluation.runs.inputs import REWARDS, inputs_of
 from Gradient_evaluation.runs.loop import Loop
 from Gradient_evaluation.runs.measure import Measurement, score_gram
@@ -82,7 +83,7 @@ def measure_all(
     processes.from_first(begin, plan, settings, fingerprints)
     gram = score_gram(model, settings)
     source = source_of(plan, settings, model, tokenizer, fingerprints[0])
-    measurement = Measurement(model, gram, source, settings)
+    measurement = Measurement(model, gram, source, replace(settings, block_size=plan.identity["largest_block"]))
     checks = {**({"gen_bs": settings.gen_bs} if source.is_sampled else {}), **read_checks(plan.grams)}
     total, done = len(plan.chosen), len(plan.chosen) - len(plan.todo)
     with (
@@ -103,7 +104,7 @@ def measure_all(
         if settings.pilot:
             settings = with_pilot(loop, settings)
         if not settings.plan:
-            loop.measure(processes.from_first(left, plan, settings))
+            loop.measure(processes.from_first(left, plan) if settings.pilot else plan.todo)
     if not source.is_sampled:
         processes.gather(None)
         return settings
@@ -153,9 +154,11 @@ def recompute(settings: TracecovSettings, draw: Draw) -> None:
             heeded.remove("reward_weights")
         config = {name: value if name in heeded else made.get(name) for name, value in settings.config().items()}
         settings = replace(settings, seed=made.get("seed", settings.seed))  # the resamples of the run that made the Grams
-        note = gram_store.belonging(grams)[1]
+        paths, note = gram_store.belonging(grams)
         if note:
             print(f"note: {note}", file=sys.stderr)
+        if identity.get("rollouts") is None:
+            note_unequal(paths)
         records, no_sketch = gram_store.Records(partial(gram_store.load_all, grams)), None
         if settings.rollouts:
             inputs, no_sketch, made_by = inputs_of(settings), why_no_sketch(identity.get("reward"), settings), records
@@ -246,7 +249,8 @@ def conclude(plan: Plan, settings: TracecovSettings, finished: bool, started: fl
         rewarded_otherwise(plan, settings, started, draw)
         return
     label, rows = model_label(settings.model), [each.row for each in plan.chosen]
-    results = finished_results(settings, label, rows) if finished else None
+    earlier = finished and (plan.stored is not None or settings.pilot or not have_more(plan.grams, plan.chosen, settings))
+    results = finished_results(settings, label, rows) if earlier else None
     if results is not None:
         print(f"finished before, nothing left to do; --overwrite starts afresh\n{report(results)}")
         print(f"results: {results_path(settings.save_json, label)}")

@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.plan import Plan, as_drawn, wanted
+from Gradient_evaluation.runs.plan import Plan, as_drawn
 from Gradient_evaluation.runs.processes import Processes
 from Gradient_evaluation.runs.resume import IDENTITY, read_identity
 from Gradient_evaluation.runs.stopping import ALL_PROMPTS, PRECISION, answer_text, time_text
 from Gradient_evaluation.runs.summaries import Notes, theta_of
-from Gradient_evaluation.settings import TracecovSettings
+from Gradient_evaluation.settings import TracecovSettings, continuations_of
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.precision import Quantity, estimate_of, forecast, half_width, is_enough, looks
 from Gradient_evaluation.stats.prompts import PromptMoments, joined, reduce_prompts
@@ -103,7 +103,7 @@ class Until:
         if not path.exists():
             return False
         record = as_drawn(gram_store.load(path), self.plan, order)
-        if len(record.rewards) + (record.n_left_out or 0) < wanted(self.settings, order):
+        if not (self.settings.pilot or self.settings.rollouts) and record.n_drawn < continuations_of(self.settings):
             return False
         self.moments.append(
             reduce_prompts(self.notes.passing([record]), [self.quantity.K] if self.quantity.K else [], self.quantity.names)

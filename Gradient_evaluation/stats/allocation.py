@@ -63,20 +63,29 @@ def greedy(terms: np.ndarray, total: int) -> np.ndarray:
     return counts
 
 
+def mean_terms(blocks: Sequence[np.ndarray]) -> np.ndarray:
+    """(n_prompts, 2): each prompt's a and c; blocks: of each prompt (m, 3), a, c and the block's size, by which it counts."""
+    return np.array([np.average(each[:, :2], axis=0, weights=each[:, 2]) for each in blocks])
+
+
 def block_noise(blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """(2,): the variance of one block's a and c about those of its prompt, over all prompts; blocks: of each (m, 2)."""
+    """(2,): the variance of a block's a and c about those of its prompt, times its size, over all prompts.
+
+    blocks: see ``mean_terms``. Taken as one number for blocks of all sizes, which is exact where their sizes are equal.
+    """
     freedom = sum(len(each) - 1 for each in blocks)
-    return sum(((each - each.mean(0)) ** 2).sum(0) for each in blocks) / freedom
+    means = mean_terms(blocks)
+    return sum((each[:, 2:] * (each[:, :2] - mean) ** 2).sum(0) for each, mean in zip(blocks, means)) / freedom
 
 
 def shrunk(blocks: Sequence[np.ndarray], noise: np.ndarray) -> np.ndarray:
     """(n_prompts, 2): each prompt's a and c, pulled toward the mean over prompts as far as they are noise; none below 0.
 
-    blocks: of each prompt (m, 2) estimates; noise: ``block_noise``. Empirical Bayes: with noise s^2/m of a prompt's mean and
-    t^2 what the spread over prompts has beyond that, the mean is kept with the weight t^2 / (t^2 + s^2/m).
+    blocks: see ``mean_terms``; noise: ``block_noise``. Empirical Bayes: with noise s^2/n of the mean of a prompt with n
+    continuations and t^2 what the spread over prompts has beyond that, the mean is kept with the weight t^2 / (t^2 + s^2/n).
     """
-    means = np.array([each.mean(0) for each in blocks])
-    own = noise / np.array([len(each) for each in blocks])[:, None]
+    means = mean_terms(blocks)
+    own = noise / np.array([each[:, 2].sum() for each in blocks])[:, None]
     between = np.maximum(0.0, means.var(0, ddof=1) - own.mean(0)) if len(means) > 1 else np.zeros(2)
     kept = np.divide(between, between + own, out=np.ones_like(own), where=between + own > 0)
     return np.maximum(0.0, means.mean(0) + kept * (means - means.mean(0)))
@@ -94,7 +103,7 @@ def crossed(blocks: Sequence[np.ndarray], total: int) -> tuple[np.ndarray, np.nd
     for made_from, judged_on in (halves, halves[::-1]):
         noise = block_noise(made_from if repeated else blocks)
         counts = greedy(shrunk(made_from, noise), total)
-        terms = np.array([each.mean(0) for each in judged_on])
+        terms = mean_terms(judged_on)
         allocated += group_variance(terms, counts) / 2
         equal += equal_variance(terms, total) / 2
     return allocated, equal

@@ -80,7 +80,8 @@ def test_products_of_distinct_members_against_all_sets():
     first, second = self_normalised([weights, weights[:5] * 2])
     together = np.concatenate([weights, 2 * weights[:5]]).mean()
     assert first.values == pytest.approx(weights / together)
-    assert first.shares == pytest.approx(np.mean([distinct_products(each.values) for each in (first, second)], axis=0))
+    each = [distinct_products(one.values) for one in (first, second)]
+    assert first.shares == pytest.approx(np.average(each, axis=0, weights=[7, 5]))
 
 
 # --- silent groups ---

@@ -1,7 +1,8 @@
 """The folder of --save_rollouts: one parquet file a prompt, in the format that own_format.py reads, and run.json.
 
 run.json says which run samples into the folder. Another run stops with an error that names the difference. The same run goes
-on: its draws are fixed by seed, prompt and number, so a prompt that is measured again gives the same file.
+on: its draws are fixed by seed, prompt and number, so a prompt that is measured again gives the same file, and a run that asks
+for more of each prompt adds to it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ class RolloutsFolder:
         continuations: Sequence[Continuation],
         rewards: np.ndarray,
         components: dict[str, np.ndarray] | None = None,
+        first: int = 0,
     ) -> None:
-        """Write ``folder/<prompt id>.parquet``, the whole file or nothing. rewards (N,) and components: NaN is null."""
+        """Write ``folder/<prompt id>.parquet``, the whole file or nothing. rewards (N,) and components: NaN is null.
+
+        first: the number of the first of these continuations; those before it are taken from the file that is there.
+        """
         n = len(continuations)
         columns = {
             **{name: [value] * n for name, value in _of_prompt(row, prompt_ids).items()},
@@ -58,9 +63,12 @@ class RolloutsFolder:
         if components:
             names, values = list(components), [_with_nulls(each) for each in components.values()]
             columns["rewards"] = [dict(zip(names, each)) for each in zip(*values)]
-        buffer = io.BytesIO()
-        pyarrow.parquet.write_table(pyarrow.table(columns), buffer, compression="zstd")
-        write_bytes_atomic(self.folder / name_of(row.prompt_id), buffer.getvalue())
+        buffer, table, path = io.BytesIO(), pyarrow.table(columns), self.folder / name_of(row.prompt_id)
+        if first:
+            before = pyarrow.parquet.read_table(path).slice(0, first)
+            table = pyarrow.concat_tables([before, table], promote_options="permissive")
+        pyarrow.parquet.write_table(table, buffer, compression="zstd")
+        write_bytes_atomic(path, buffer.getvalue())
 
 
 def name_of(prompt_id: int) -> str:
@@ -97,16 +105,42 @@ def _with_nulls(values: np.ndarray) -> list[float | None]:
 
 
 def check_folder(folder: str | Path, identity: dict[str, Any], overwrite: bool) -> None:
-    """Raise UserError, before a model is loaded, for a folder of another run, or of files without a run.json."""
+    """Raise UserError, before a model is loaded, for a folder of another run, or of files without a run.json.
+
+    A run that asks for more ``continuations`` of each prompt is no other run.
+    """
     path = output_folder(folder) / IDENTITY
     if overwrite:
         return
     if path.exists():
-        refuse_difference(str(path), read_identity(path), identity)
+        found, count = read_identity(path), identity.get("continuations")
+        if count is not None and found.get("continuations", count) < count:
+            found["continuations"] = count
+        refuse_difference(str(path), found, identity)
     elif next(path.parent.glob(NAMES), None) is not None:
         raise UserError(
             f"{path.parent}: holds rollouts but no {IDENTITY} that says what sampled them; pass --overwrite to remove them, or "
             "choose another --save_rollouts"
+        )
+
+
+def check_first(folder: str | Path, counts: dict[int, int]) -> None:
+    """Raise UserError where a prompt that gets more continuations has not all earlier ones in the folder.
+
+    counts: {prompt id: how many it has}.
+    """
+
+    def n_rows(path: Path) -> int:
+        try:
+            return pyarrow.parquet.read_metadata(path).num_rows
+        except (OSError, pyarrow.ArrowException):
+            return 0
+
+    short = [each for each, count in counts.items() if n_rows(Path(folder) / name_of(each)) < count]
+    if short:
+        raise UserError(
+            f"{folder}: lacks rollouts of {len(short)} of the prompts that get more continuations (measured before without "
+            "--save_rollouts?); leave out --save_rollouts, or pass --overwrite to measure everything again"
         )
 
 
