@@ -115,10 +115,8 @@ def check_precision(parser: Parser, args) -> None:
     given = parser.given()
     stops = args.until is not None or args.minutes is not None
     args.pilot = False
-    if args.until_quantity and args.until is None:
+    if args.until_quantity and args.until is None and not args.plan:
         parser.error("--until_quantity: no effect without --until; leave it out, or give --until 0.2")
-    if args.from_grams and not args.plan and args.until is not None:
-        parser.error("--until: no effect with --from_grams, which measures nothing; leave it out, or give --plan")
     if stops and args.allocate:
         parser.error("--allocate: shares N among a known number of prompts; run --until first, then --from_grams --allocate")
     try:
@@ -130,8 +128,7 @@ def check_precision(parser: Parser, args) -> None:
         return
     if "--T" not in given:
         args.T = None
-    decided = {"--M", "--K_list", "--per_prompt", "--rollouts", "--from_grams"} & set(given)
-    args.pilot = not decided
+    args.pilot = args.plan or not {"--M", "--K_list", "--per_prompt", "--rollouts"} & set(given)
 
 
 def add_prompt_flags(group) -> None:

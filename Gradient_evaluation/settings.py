@@ -45,7 +45,7 @@ WITH_FROM_GRAMS_AND_ROLLOUTS = (
     "--trust_remote_code",
 )
 # The flags that have no effect with --rollouts, which brings the continuations.
-NOT_WITH_ROLLOUTS = ("--M", "--per_prompt", "--gen_bs", "--save_rollouts")
+NOT_WITH_ROLLOUTS = ("--plan", "--M", "--per_prompt", "--gen_bs", "--save_rollouts")
 
 
 @dataclass(frozen=True)

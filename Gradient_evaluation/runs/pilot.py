@@ -27,7 +27,7 @@ from Gradient_evaluation.runs.plan import PILOT_CONTINUATIONS, PILOT_PROMPTS, Ch
 from Gradient_evaluation.runs.resume import IDENTITY, PILOT, finite_at, read_identity
 from Gradient_evaluation.runs.until import Until
 from Gradient_evaluation.settings import TracecovSettings
-from Gradient_evaluation.stats.design import best_continuations, spread_of
+from Gradient_evaluation.stats.design import best_continuations
 
 FEWER = 4  # continuations of the second timing
 PLAN_SECONDS = 120  # of a pilot for --plan
@@ -52,8 +52,13 @@ class Choice:
     reason: str | None  # why the continuations are not those that METHOD 8.6 gives
 
     def __str__(self) -> str:
-        costs = f"a prompt costs {self.seconds_per_prompt:.2g} s and a continuation {self.seconds_per_continuation:.2g} s"
+        costs = costs_text(self.seconds_per_prompt, self.seconds_per_continuation)
         return f"{self.continuations} continuations of each prompt: on this machine {costs}; {self.reason}"
+
+
+def costs_text(seconds_per_prompt: float, seconds_per_continuation: float) -> str:
+    """The costs in words."""
+    return f"a prompt costs {seconds_per_prompt:.2g} s and a continuation {seconds_per_continuation:.2g} s"
 
 
 def stored_choice(grams: Path) -> Choice | None:
@@ -94,11 +99,14 @@ def with_pilot(loop: Loop, settings: TracecovSettings) -> TracecovSettings:
     """The settings with the --per_prompt that the first prompts of the run choose: now, or in an earlier call."""
     processes, plan, source = loop.processes, loop.plan, loop.measurement.source
     choice = processes.from_first(stored_choice, plan.grams)
+    if settings.plan:
+        loop.until.end_after(PLAN_SECONDS)
     if choice is None:
         items = processes.from_first(left, plan, PILOT_PROMPTS)
         pairs = [pair for each in processes.gather(timed(loop, items)) for pair in each]
         memory = max(processes.gather(peak_memory(processes.device)))
         choice = processes.from_first(choose, loop.until, pairs, memory)
+    loop.until.choice = choice
     if choice is not None:
         settings = replace(settings, per_prompt=choice.continuations)
         source.settings = loop.until.settings = settings
@@ -131,15 +139,25 @@ def timed(loop: Loop, items: Sequence[Chosen]) -> list[Pair]:
 
 
 def choose(until: Until, pairs: Sequence[Pair], memory: int) -> Choice | None:
-    """What the pilot's prompts say, once they are measured; stored in run.json. None where the time was over before."""
+    """What the pilot's prompts say. It is stored in run.json once they are all measured.
+
+    None where the time was over before, except for --plan, which says what there is to say.
+    """
     until.advance()
-    if not pairs or until.n_ready < min(PILOT_PROMPTS, len(until.plan.chosen)):
+    complete = until.n_ready >= min(PILOT_PROMPTS, len(until.plan.chosen))
+    if not pairs or until.n_ready < 2 or not (complete or until.settings.plan):
         return None
-    per_prompt, per_continuation = costs(pairs)
-    spread = spread_of(until.quantity, until.prompts(), until.theta())
-    n = best_continuations(spread, per_prompt, per_continuation)
-    most = until.plan.identity["largest_block"]
-    choice = Choice(min(n, most), per_prompt, per_continuation, memory, "")
-    path = until.plan.grams / IDENTITY
-    write_json(path, {**read_identity(path), PILOT: asdict(choice)})
+    spent = costs(pairs)
+    n, reason = continuations(until, *spent)
+    choice = Choice(n, *spent, memory, reason)
+    if complete:
+        path = until.plan.grams / IDENTITY
+        write_json(path, {**read_identity(path), PILOT: asdict(choice)})
     return choice
+
+
+def continuations(until: Until, per_prompt: float, per_continuation: float) -> tuple[int, str]:
+    """(how many continuations each further prompt gets, why), at these costs in seconds."""
+    most = until.plan.identity["largest_block"]
+    n = best_continuations(until.spread(), per_prompt, per_continuation)
+    return min(n, most), "the narrowest interval for the time"

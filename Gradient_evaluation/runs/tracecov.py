@@ -24,8 +24,9 @@ from Gradient_evaluation.runs.inputs import REWARDS, inputs_of
 from Gradient_evaluation.runs.loop import Loop
 from Gradient_evaluation.runs.measure import Measurement, score_gram
 from Gradient_evaluation.runs.memory import limited_memory
+from Gradient_evaluation.runs.outlook import outlook
 from Gradient_evaluation.runs.pilot import with_choice, with_pilot
-from Gradient_evaluation.runs.plan import Plan, as_drawn, begin, is_checked, left, prepare
+from Gradient_evaluation.runs.plan import PILOT_PROMPTS, Plan, as_drawn, begin, is_checked, left, prepare
 from Gradient_evaluation.runs.processes import Processes
 from Gradient_evaluation.runs.progress import Progress
 from Gradient_evaluation.runs.prompts import load_policy
@@ -224,7 +225,9 @@ def run(settings: TracecovSettings, draw: Draw, command: str = "") -> None:
             finished = processes.from_first(is_finished, plan, settings, until)
             if not finished and plan.other_rewards is None:
                 settings = measure_all(plan, settings, dtype, processes, until)
-            if processes.is_first:
+            if processes.is_first and settings.plan:
+                print(outlook(until, command))
+            elif processes.is_first:
                 conclude(plan, settings, finished, started, draw, until)
 
 
@@ -232,6 +235,9 @@ def is_finished(plan: Plan, settings: TracecovSettings, until: Until | None) -> 
     """Whether nothing is left to measure."""
     if plan.todo and (until is None or settings.overwrite):
         return False
+    if settings.plan:
+        until.advance()
+        return until.n_ready >= min(PILOT_PROMPTS, len(plan.chosen))
     return is_checked(plan, settings) and (until is None or until.is_over)
 
 

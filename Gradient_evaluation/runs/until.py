@@ -12,6 +12,7 @@ shared by several processes, stops at the same prompt with the same results. Pro
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from Gradient_evaluation.runs.stopping import ALL_PROMPTS, PRECISION, answer_tex
 from Gradient_evaluation.runs.summaries import Notes, theta_of
 from Gradient_evaluation.settings import TracecovSettings, continuations_of
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
+from Gradient_evaluation.stats.design import Spread, spread_of
 from Gradient_evaluation.stats.precision import Quantity, estimate_of, forecast, half_width, is_enough, looks
 from Gradient_evaluation.stats.prompts import PromptMoments, joined, reduce_prompts
 
@@ -55,6 +57,7 @@ class Until:
         self.schedule = {*looks(most), most}
         self.looks: list[Look] = []
         self.enough = False
+        self.choice = None  # of the pilot (runs/pilot.py)
         self.begun = clock(), 0
         self.notes, self.moments = Notes(), []
 
@@ -68,6 +71,10 @@ class Until:
         """Whether nothing is left to measure: the answer is precise enough, or every prompt is measured."""
         self.advance()
         return self.enough or self.n_ready == len(self.plan.chosen)
+
+    def end_after(self, seconds: float) -> None:
+        """Begin no prompt after so many seconds from now."""
+        self.deadline = min(self.deadline or math.inf, self.clock() + seconds)
 
     def may_begin(self, processes: Processes) -> bool:
         """Whether a further prompt is begun."""
@@ -117,6 +124,10 @@ class Until:
     def theta(self):
         """The sketches of their mean gradients."""
         return theta_of(self.notes.sketched.select(self._by_row()), read_identity(self.plan.grams / IDENTITY))
+
+    def spread(self) -> Spread:
+        """How much these prompts differ, and how much the continuations of one add to that."""
+        return spread_of(self.quantity, self.prompts(), self.theta())
 
     def _by_row(self) -> list[int]:
         return sorted(range(self.n_ready), key=lambda order: self.plan.chosen[order].index)
