@@ -86,6 +86,11 @@ class GramRecord:
         return float(np.average(self.rewards, weights=self._weights) if self.log_weights is not None else self.rewards.mean())
 
     @property
+    def sizes(self) -> list[int]:
+        """Of its blocks."""
+        return [len(gram) for gram in self.grams]
+
+    @property
     def n_drawn(self) -> int:
         """How many continuations were drawn: those that are measured, and those without a reward."""
         return len(self.rewards) + (self.n_left_out or 0)
@@ -100,7 +105,7 @@ class GramRecord:
         columns = [self.rewards, self.lengths]
         if self.log_weights is not None:
             columns.append(self._weights)
-        ends = np.cumsum([len(gram) for gram in self.grams])
+        ends = np.cumsum(self.sizes)
         return [(gram, *(column[end - len(gram) : end] for column in columns)) for gram, end in zip(self.grams, ends)]
 
     def save(self, folder: Path) -> None:
@@ -116,7 +121,7 @@ class GramRecord:
             rewards=self.rewards,
             lengths=self.lengths,
             log_probs=self.log_probs,
-            block_sizes=np.array([len(gram) for gram in self.grams]),
+            block_sizes=np.array(self.sizes),
             grams=np.concatenate([gram.ravel() for gram in self.grams]),
         )
         write_bytes_atomic(path_of(folder, self.prompt_id), buffer.getvalue())

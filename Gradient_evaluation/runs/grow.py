@@ -10,8 +10,9 @@ in blocks of their own. A prompt's file is then replaced at once; until then it 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.measure import SMALLEST_BLOCK, Measurement
 from Gradient_evaluation.runs.oracle_table import OracleRow
 from Gradient_evaluation.settings import TracecovSettings, continuations_of
+from Gradient_evaluation.stats.modules import mean_moments
 
 
 def counts_of(grams: Path, prompt_ids: Sequence[int]) -> dict[int, int]:
@@ -32,12 +34,12 @@ def counts_of(grams: Path, prompt_ids: Sequence[int]) -> dict[int, int]:
 def still_needed(grams: Path, chosen: Sequence, settings: TracecovSettings) -> list:
     """Those of the ``chosen`` prompts (plan.Chosen) that have no Gram, or one of fewer continuations than are asked for.
 
-    Notes on stderr where a Gram has more than that; all are used. Raises UserError where a prompt cannot get the rest: too
-    few for a block, or with --by_layer and no V(x), whose stand-in takes the moments of every block.
+    Raises UserError where a prompt cannot get the rest: too few for a block, or with --by_layer and no V(x), whose stand-in
+    takes the moments of every block.
     """
     wanted, counts = continuations_of(settings), counts_of(grams, [each.row.prompt_id for each in chosen])
     todo = [each for each in chosen if counts.get(each.row.prompt_id, 0) < wanted]
-    asked = f"{as_typed(settings)}: {wanted} continuations of each prompt"
+    asked = as_typed(settings)
     for each in todo:
         there = counts.get(each.row.prompt_id)
         if there is None:
@@ -52,23 +54,25 @@ def still_needed(grams: Path, chosen: Sequence, settings: TracecovSettings) -> l
                 f"{asked}, and {grams} has {there} of one; --by_layer without oracle values cannot be continued with more, as "
                 f"the stand-in for V(x) takes the moments of every block: ask for {there}, or choose another --save_json"
             )
-    if more := [count for count in counts.values() if count > wanted]:
-        some = f"{len(more)} prompt{'s have' if len(more) > 1 else ' has'} up to {max(more)}"
-        print(f"note: {asked}; in {grams} {some}, and all are used", file=sys.stderr)
     return todo
 
 
 def as_typed(settings: TracecovSettings) -> str:
-    """The flags that say how many continuations a prompt has."""
+    """How many continuations a prompt should have, and by which flags."""
+    flags = f"--M {settings.M} times {settings.K_list[-1]}, the largest of --K_list"
     if settings.per_prompt:
-        return f"--per_prompt {settings.per_prompt}"
-    return f"--M {settings.M} times {settings.K_list[-1]}, the largest of --K_list"
+        flags = f"--per_prompt {settings.per_prompt}"
+    return f"{flags}: {continuations_of(settings)} continuations of each prompt"
 
 
 def have_more(grams: Path, chosen: Sequence, settings: TracecovSettings) -> bool:
-    """Whether a prompt has more continuations than are asked for: earlier results for these flags may have fewer."""
-    counts = counts_of(grams, [each.row.prompt_id for each in chosen])
-    return max(counts.values(), default=0) > continuations_of(settings)
+    """Whether prompts have more continuations than are asked for; a note on stderr says that all are used."""
+    counts = counts_of(grams, [each.row.prompt_id for each in chosen]).values()
+    more = [count for count in counts if count > continuations_of(settings)]
+    if more:
+        some = f"{len(more)} prompt{'s have' if len(more) > 1 else ' has'} up to {max(more)}"
+        print(f"note: {as_typed(settings)}; in {grams} {some}, and all are used", file=sys.stderr)
+    return bool(more)
 
 
 def note_unequal(paths: Sequence[Path]) -> None:
@@ -97,24 +101,22 @@ def whole_record(
 def merged(earlier: gram_store.GramRecord, more: gram_store.GramRecord) -> gram_store.GramRecord:
     """The record of a prompt's ``earlier`` continuations and ``more`` after them, as if one run had measured all these blocks.
 
-    A mean over blocks counts each by its size. Neither record has a ``module_oracle``, ``log_weights`` or ``rollouts_check``.
+    Means over blocks count each as in one run. Neither record has a ``module_oracle``, ``log_weights`` or ``rollouts_check``.
     """
     sizes = [len(earlier.rewards), len(more.rewards)]
 
-    def mean(name: str) -> np.ndarray | None:
-        parts = [getattr(earlier, name), getattr(more, name)]
-        if any(part is None for part in parts):
-            return None
-        return np.average(parts, axis=0, weights=sizes).astype(np.result_type(*parts))
+    def joined(names: Sequence[str], join: Callable[[list[np.ndarray]], np.ndarray]) -> dict[str, np.ndarray | None]:
+        pairs = {name: [getattr(earlier, name), getattr(more, name)] for name in names}
+        return {name: None if pair[0] is None or pair[1] is None else join(pair) for name, pair in pairs.items()}
 
-    def together(name: str) -> np.ndarray | None:
-        parts = [getattr(earlier, name), getattr(more, name)]
-        return None if parts[0] is None else np.concatenate(parts, axis=-1)
+    def mean(pair: list[np.ndarray]) -> np.ndarray:
+        return np.average(pair, axis=0, weights=sizes).astype(np.result_type(*pair))
 
     return replace(
         more,
-        **{name: together(name) for name in ("rewards", "lengths", "log_probs", "components")},
-        **{name: mean(name) for name in ("module_moments", "sketch", "component_sketch")},
+        **joined(("rewards", "lengths", "log_probs", "components"), partial(np.concatenate, axis=-1)),
+        **joined(("sketch", "component_sketch"), mean),
+        **joined(("module_moments",), partial(mean_moments, sizes=[earlier.sizes, more.sizes])),
         grams=[*earlier.grams, *more.grams],
         n_left_out=(earlier.n_left_out or 0) + (more.n_left_out or 0) or None,
         greedy_reward=earlier.greedy_reward,

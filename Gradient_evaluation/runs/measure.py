@@ -22,7 +22,7 @@ from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats.estimators import group_rules, leave_one_out_weights, sketch_weights, sketched_names
-from Gradient_evaluation.stats.modules import layer_moments
+from Gradient_evaluation.stats.modules import layer_moments, mean_moments
 from Gradient_evaluation.stats.prompts import cross_fitted_oracle
 
 SMALLEST_BLOCK = 4  # an unbiased estimate of ||theta||^2 needs four continuations in a block
@@ -201,7 +201,7 @@ class Measurement:
             "grams": grams,
             "log_probs": np.concatenate(values),
             "modules": self.gram.modules if moments else None,
-            "module_moments": np.average(moments, axis=0, weights=sizes) if moments else None,
+            "module_moments": mean_moments(moments, [[size] for size in sizes]) if moments else None,
             "sketch": sketch[: len(names)] if names else None,
             "component_sketch": sketch[len(names) :] if names and self.several else None,
             "module_oracle": _module_oracle(row, moments, np.split(rewards.total, np.cumsum(sizes)[:-1])),

@@ -255,8 +255,9 @@ def conclude(plan: Plan, settings: TracecovSettings, finished: bool, started: fl
         rewarded_otherwise(plan, settings, started, draw)
         return
     label, rows = model_label(settings.model), [each.row for each in plan.chosen]
-    earlier = finished and (plan.stored is not None or settings.pilot or not have_more(plan.grams, plan.chosen, settings))
-    results = finished_results(settings, label, rows) if earlier else None
+    takes_all = plan.stored is not None or settings.pilot
+    more = not takes_all and have_more(plan.grams, plan.chosen, settings)  # earlier results may be of fewer
+    results = finished_results(settings, label, rows) if finished and not more else None
     if results is not None:
         print(f"finished before, nothing left to do; --overwrite starts afresh\n{report(results)}")
         print(f"results: {results_path(settings.save_json, label)}")

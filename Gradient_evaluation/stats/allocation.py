@@ -64,14 +64,14 @@ def greedy(terms: np.ndarray, total: int) -> np.ndarray:
 
 
 def mean_terms(blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """(n_prompts, 2): each prompt's a and c; blocks: of each prompt (m, 3), a, c and the block's size, by which it counts."""
+    """(n_prompts, 2): each prompt's a and c; blocks: of each prompt (m, 3), a, c and what the block counts."""
     return np.array([np.average(each[:, :2], axis=0, weights=each[:, 2]) for each in blocks])
 
 
 def block_noise(blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """(2,): the variance of a block's a and c about those of its prompt, times its size, over all prompts.
+    """(2,): the variance of a block's a and c about those of its prompt, times what it counts, over all prompts.
 
-    blocks: see ``mean_terms``. Taken as one number for blocks of all sizes, which is exact where their sizes are equal.
+    blocks: see ``mean_terms``. One number for all blocks: exact where sizes are equal, or the variance falls as 1/count.
     """
     freedom = sum(len(each) - 1 for each in blocks)
     means = mean_terms(blocks)
@@ -81,8 +81,9 @@ def block_noise(blocks: Sequence[np.ndarray]) -> np.ndarray:
 def shrunk(blocks: Sequence[np.ndarray], noise: np.ndarray) -> np.ndarray:
     """(n_prompts, 2): each prompt's a and c, pulled toward the mean over prompts as far as they are noise; none below 0.
 
-    blocks: see ``mean_terms``; noise: ``block_noise``. Empirical Bayes: with noise s^2/n of the mean of a prompt with n
-    continuations and t^2 what the spread over prompts has beyond that, the mean is kept with the weight t^2 / (t^2 + s^2/n).
+    blocks: see ``mean_terms``; noise: ``block_noise``. Empirical Bayes: with noise s^2/n of the mean of a prompt whose
+    blocks count n together and t^2 what the spread over prompts has beyond that, the mean is kept with the weight
+    t^2 / (t^2 + s^2/n).
     """
     means = mean_terms(blocks)
     own = noise / np.array([each[:, 2].sum() for each in blocks])[:, None]

@@ -14,6 +14,7 @@ from Gradient_evaluation.stats.blocks import (
     group_moments,
     mixture_coefficients,
     off_diagonal,
+    pair_count,
     pair_moments,
     prompt_only_coefficients,
     prompt_only_trace,
@@ -37,7 +38,7 @@ NO_OTHER_BLOCK = (
 
 @dataclass(frozen=True)
 class PromptMoments:
-    """Moments of n prompts, averaged over each prompt's blocks by size; arrays are float64 with n in front."""
+    """Moments of n prompts, averaged over each prompt's blocks; arrays are float64 with n in front."""
 
     oracle_value: np.ndarray | Missing  # (n,) V(x)
     greedy_reward: np.ndarray | Missing  # (n,) reward of the greedy continuation
@@ -60,7 +61,7 @@ class PromptMoments:
     cross_fitted_trace: np.ndarray | Missing = Missing(
         NO_OTHER_BLOCK
     )  # (n,) per-continuation trace at V(x), V from other blocks
-    block_terms: Sequence[np.ndarray] = ()  # n of (n_blocks, 3): 4 zeta1 and 2 zeta2 - 4 zeta1 of each block, and its size
+    block_terms: Sequence[np.ndarray] = ()  # n of (n_blocks, 3): 4 zeta1 and 2 zeta2 - 4 zeta1 of each block, and pair_count
     reduced: Sequence[dict] = ()  # n: what ``select`` makes these moments of, for some of the prompts
 
     def __len__(self) -> int:
@@ -98,8 +99,8 @@ def reduce_prompts(records: Iterable, K_list: Sequence[int] = (), names: Sequenc
 
     A record has ``oracle_value`` (float V(x), or None) and ``blocks``, a list of (gram (B, B), rewards (B,),
     lengths (B,)) with B >= 4, where B may differ; optionally ``greedy_reward`` (float). A fourth part of a block, weights
-    (B,), are importance weights up to a factor (``weighted``). Blocks of a prompt count by their size:
-    every mean over them is unbiased for any weights, and that of a smaller block is the noisier.
+    (B,), are importance weights up to a factor (``weighted``). A block counts by its size in means
+    over continuations, and by ``blocks.pair_count`` in moments of pairs and of groups.
     ``K_list`` matters only for those estimators among ``names`` that need resampled groups: the moments of their groups
     are computed here. Where one record has no V(x), the oracle's trace of every prompt comes from cross-fitted values
     (``cross_fitted_oracle``).
@@ -132,6 +133,7 @@ def _together(prompts: list[dict]) -> PromptMoments:
     return PromptMoments(**whole, **pairs, groups=groups, **ragged, reduced=prompts, **arrays)
 
 
+BY_PAIRS = ("pairs", "pairs_by_length", "mixture", "score_mean_sq")  # others are means over continuations
 MAY_BE_MISSING = ("oracle_value", "greedy_reward", "best_trace", "cross_fitted_trace")
 
 
@@ -154,6 +156,7 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
     greedy = getattr(record, "greedy_reward", None)
     everything = [np.concatenate([block[part] for block in blocks]) for part in (1, 2, 3)]
     weights, sizes = self_normalised([block[3] for block in blocks]), [len(block[1]) for block in blocks]
+    pairs = [pair_count(size) for size in sizes]
     weighted = bool((everything[2] != everything[2][0]).any())
     shift = everything[0].mean()  # with a large constant in the rewards A - 2 b N + b^2 D would lose all digits
     centred = [(gram, rewards - shift, each) for (gram, rewards, *_), each in zip(blocks, weights)]
@@ -178,13 +181,13 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
         "outcome_share": [kinds.mean(-1) / each.shares[0] for kinds, each in zip(classes, weights)],
     }
     return {
-        **{name: np.average(values, axis=0, weights=sizes) for name, values in means.items()},
+        **{name: np.average(values, axis=0, weights=pairs if name in BY_PAIRS else sizes) for name, values in means.items()},
         **{case: _mean_over_large_blocks(blocks, *case, weighted) for case in cases},
         "oracle_value": value,
         "greedy_reward": _number(greedy, f"{name}: the greedy reward", NO_GREEDY),
-        "theta_sq_noise": _variance_of_mean([found.theta_sq for found in means["pairs"]], sizes),
+        "theta_sq_noise": _variance_of_mean([found.theta_sq for found in means["pairs"]], pairs),
         "block_terms": np.array(
-            [(4 * each.zeta1, 2 * each.zeta2 - 4 * each.zeta1, size) for each, size in zip(means["pairs"], sizes)]
+            [(4 * each.zeta1, 2 * each.zeta2 - 4 * each.zeta1, count) for each, count in zip(means["pairs"], pairs)]
         ),
         "centre": shift,
         "score_evidence": _evidence(score_mean_sq, np.array(norms)[:, 0]),
@@ -217,20 +220,20 @@ def _mean_over_large_blocks(blocks: Sequence[tuple], kind: str, group_size: int,
         return np.full(3, np.nan)
     found = np.array([group_moments(block[:3], kind, group_size) for block in blocks])
     usable = ~np.isnan(found)
-    sizes = usable * np.array([[len(block[1])] for block in blocks])
-    total = sizes.sum(0)
-    return np.where(total > 0, (sizes * np.where(usable, found, 0.0)).sum(0) / np.maximum(total, 1), np.nan)
+    counts = usable * np.array([[pair_count(len(block[1]))] for block in blocks])
+    total = counts.sum(0)
+    return np.where(total > 0, (counts * np.where(usable, found, 0.0)).sum(0) / np.maximum(total, 1), np.nan)
 
 
-def _variance_of_mean(values: Sequence[float], sizes: Sequence[int]) -> float:
-    """Estimated variance of the mean of independent values, weighted by ``sizes``; NaN of one value.
+def _variance_of_mean(values: Sequence[float], counts: Sequence[int]) -> float:
+    """Estimated variance of the mean of independent values, weighted by ``counts``; NaN of one value.
 
-    sum s (x - mean)^2 / ((m - 1) sum s): unbiased where the variance of a value falls as 1/s, or all sizes are equal.
+    sum c (x - mean)^2 / ((m - 1) sum c): unbiased where the variance of a value falls as 1/c, or all counts are equal.
     """
     if len(values) < 2:
         return float("nan")
-    squares = (np.asarray(values) - np.average(values, weights=sizes)) ** 2
-    return float(np.average(squares, weights=sizes) / (len(values) - 1))
+    squares = (np.asarray(values) - np.average(values, weights=counts)) ** 2
+    return float(np.average(squares, weights=counts) / (len(values) - 1))
 
 
 def _number(value, name: str, missing: str) -> float | Missing:

@@ -1,4 +1,4 @@
-"""More continuations for a folder of Grams: --per_prompt, and a grown run against one that had the final flags from the start."""
+"""More continuations for a folder of Grams: a grown run against one that had its flags from the start."""
 
 import json
 import shutil
@@ -14,7 +14,6 @@ from scripts import (
     FLAGS,
     RESULTS,
     ROOT,
-    TRACECOV,
     call,
     ended,
     from_grams,
@@ -55,7 +54,7 @@ def assert_same(left, right, tolerance=EXACT):
             a, b = getattr(one, name), getattr(other, name)
             assert (a is None) == (b is None), name
             if a is not None:
-                scale = max(np.abs(np.concatenate([np.ravel(each) for each in b])).max(), 1e-30)
+                scale = np.nanmax(np.abs(np.concatenate([np.ravel(each) for each in b])))
                 for x, y in zip(a, b, strict=True):
                     np.testing.assert_allclose(x, y, rtol=tolerance["rtol"], atol=tolerance["rtol"] * scale, err_msg=name)
         about = (
@@ -126,6 +125,7 @@ def test_a_grown_run_is_one_that_had_its_flags_from_the_start(
     assert tracecov(policy, table, out, *FORTY)[0] == 0
     assert_same(out, forty)
     monkeypatch.setattr(prompts, "load_model", None)
+    capsys.readouterr()
     assert tracecov(policy, table, out, *FORTY, capsys=capsys)[1].startswith("finished before")
 
 
@@ -154,7 +154,8 @@ def test_everything_that_is_stored_of_a_block_grows(policy, table, tmp_path):
     """Several rewards of which some are None, sketches of further estimators, moments of modules, a greedy continuation."""
     own = tmp_path / "own.py"
     own.write_text(
-        "def score(completions, **row):\n    return [None if '3' in text else len(text) / 4 for text in completions]\n"
+        "def score(completions, **row):\n"
+        "    return [None if text in ('31', '32', '2', '12') else len(text) / 4 for text in completions]\n"
     )
     many = ("--estimators", "dapo", "greedy", "rloo", "--by_layer", "--block_size", 8)
     rewards = ("--reward", f"{own}:score", "--reward_weights", 1.5)
@@ -187,6 +188,15 @@ def test_a_grown_run_in_single_precision(small_run, tmp_path):
     assert_same(tmp_path / "out", tmp_path / "whole", SINGLE)
 
 
+def test_a_block_of_seven_and_one_of_six_are_those_of_a_run_of_thirteen(policy, table, tmp_path):
+    for name, counts in (("out", (7, 13)), ("whole", (13,))):
+        for count in counts:
+            made = ("--K_list", 4, "--block_size", 7, "--by_layer", "--per_prompt", count)
+            assert tracecov(policy, table, tmp_path / name, *made)[0] == 0
+    assert_same(tmp_path / "out", tmp_path / "whole")
+    assert read(tmp_path / "out" / RESULTS)["batches"]["blocks_by_size"] == {"6": 5, "7": 5}
+
+
 def test_uneven_blocks_are_merged_by_their_size(policy, table, sixteen, tmp_path):
     """20 = 8 + 8 + 4: the numbers are those of the same blocks read at once, and the sketch is the mean over continuations."""
     out = shutil.copytree(sixteen, tmp_path / "out")
@@ -199,7 +209,7 @@ def test_uneven_blocks_are_merged_by_their_size(policy, table, sixteen, tmp_path
 
 
 def make_last_four(policy, table, tmp_path):
-    """The sketches of continuations 16 to 19 alone: 5 times the mean of five blocks of 4, less 4 times that of the first four."""
+    """The sketches of continuations 16 to 19 alone: five times the mean of 5 blocks less four times that of 4."""
     sketches = []
     for count in (16, 20):
         out = tmp_path / f"fours {count}"
@@ -216,15 +226,13 @@ def test_merging_counts_each_record_by_its_continuations():
         grams = [np.eye(size) for size in sizes]
         arrays = dict(rewards=generator.normal(size=n), lengths=np.ones(n), log_probs=generator.normal(size=n))
         mean = np.average(sketches, axis=0, weights=sizes)
-        return gram_store.GramRecord(
-            **about, **arrays, grams=grams, sketch=mean, module_moments=mean * 2, n_left_out=n % 3 or None
-        )
+        return gram_store.GramRecord(**about, **arrays, grams=grams, sketch=mean, n_left_out=n % 3 or None)
 
     parts = generator.normal(size=(5, 1, 6))
     first, second = record([4, 9], parts[:2]), record([5, 5, 7], parts[2:])
     found = merged(replace(first, greedy_reward=0.5), second)
     truth = np.average(parts, axis=0, weights=[4, 9, 5, 5, 7])
-    assert found.sketch == pytest.approx(truth) and found.module_moments == pytest.approx(2 * truth)
+    assert found.sketch == pytest.approx(truth) and found.module_moments is None
     assert found.rewards.tolist() == [*first.rewards, *second.rewards] and found.n_drawn == 30 + 1 + 2
     assert found.greedy_reward == 0.5 and [len(gram) for gram in found.grams] == [4, 9, 5, 5, 7]
 
@@ -309,7 +317,7 @@ def test_a_growing_run_killed_at_random_moments_ends_as_one_that_never_stopped(p
     out = shutil.copytree(sixteen, tmp_path / "out")
     flags = [*tracecov_flags(policy, table, out), "--M", 5]
     lock, generator, kills, lasts = out / ".grams.lock", np.random.default_rng(0), 0, 5.0
-    while kills < 6:
+    while kills < 4:
         process = start(flags)
         while process.poll() is None and not held_by(lock, process):
             time.sleep(0.01)
