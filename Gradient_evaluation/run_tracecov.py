@@ -110,7 +110,6 @@ def check_source(parser: Parser, args) -> None:
 def check_precision(parser: Parser, args) -> None:
     """What --until, --minutes and --plan make of the flags that were not typed; refuse, in one line, what does not fit them."""
     with importing():
-        from Gradient_evaluation.stats.estimators import resolve
         from Gradient_evaluation.stats.precision import Quantity
     given = parser.given()
     stops = args.until is not None or args.minutes is not None
@@ -120,7 +119,7 @@ def check_precision(parser: Parser, args) -> None:
     if stops and args.allocate:
         parser.error("--allocate: shares N among a known number of prompts; run --until first, then --from_grams --allocate")
     try:
-        names = resolve(Quantity.parse(args.until_quantity or "G_star").names)
+        names = Quantity.parse(args.until_quantity or "G_star").names
     except ValueError as error:
         parser.error(f"--until_quantity {args.until_quantity}: {error}")
     args.estimators += [name for name in names if args.estimators != ["all"]]

@@ -17,6 +17,7 @@ from Gradient_evaluation.runs.results import counted
 from Gradient_evaluation.runs.stopping import time_text
 from Gradient_evaluation.runs.until import Until
 from Gradient_evaluation.stats.design import expected_half_width, expected_seconds, prompts_needed
+from Gradient_evaluation.stats.missing import Missing
 
 PROMPTS = (20, 50, 100, 200, 500, 1000)  # rows of the table, as far as there are so many
 USUAL = 0.2  # the precision that is planned for without --until
@@ -36,6 +37,8 @@ def outlook(until: Until, command: str) -> str:
     found = until.choice or stored_choice(plan.grams)
     costs = (found.seconds_per_prompt, found.seconds_per_continuation) if found else costs_of_files(until)
     spread = until.spread()
+    if isinstance(spread, Missing):
+        raise UserError(f"--plan: {spread.reason}; run it with --minutes first, and plan again")
     best = found.continuations if found else continuations(until, *costs)[0]
     target, most = settings.until or USUAL, len(plan.chosen)
     needed = prompts_needed(spread, best, target)

@@ -28,6 +28,7 @@ from Gradient_evaluation.runs.resume import IDENTITY, PILOT, finite_at, read_ide
 from Gradient_evaluation.runs.until import Until
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats.design import best_continuations
+from Gradient_evaluation.stats.missing import Missing
 
 FEWER = 4  # continuations of the second timing
 PLAN_SECONDS = 120  # of a pilot for --plan
@@ -158,6 +159,8 @@ def choose(until: Until, pairs: Sequence[Pair], memory: int) -> Choice | None:
 
 def continuations(until: Until, per_prompt: float, per_continuation: float) -> tuple[int, str]:
     """(how many continuations each further prompt gets, why), at these costs in seconds."""
-    most = until.plan.identity["largest_block"]
-    n = best_continuations(until.spread(), per_prompt, per_continuation)
-    return min(n, most), "the narrowest interval for the time"
+    most, spread = until.plan.identity["largest_block"], until.spread()
+    if isinstance(spread, Missing):
+        return min(PILOT_CONTINUATIONS, most), f"as many as the first prompts had ({spread.reason})"
+    n = best_continuations(spread, per_prompt, per_continuation)
+    return min(n, most), "the narrowest interval for the time" if n <= most else f"more than a block of {most} would take"

@@ -27,9 +27,11 @@ from Gradient_evaluation.runs.summaries import Notes, theta_of
 from Gradient_evaluation.settings import TracecovSettings, continuations_of
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.design import Spread, spread_of
+from Gradient_evaluation.stats.missing import Missing
 from Gradient_evaluation.stats.precision import Quantity, estimate_of, forecast, half_width, is_enough, looks
 from Gradient_evaluation.stats.prompts import PromptMoments, joined, reduce_prompts
 
+SPREAD_OF = 50  # prompts
 ENOUGH = "enough"  # what the first process tells the others
 
 
@@ -125,9 +127,12 @@ class Until:
         """The sketches of their mean gradients."""
         return theta_of(self.notes.sketched.select(self._by_row()), read_identity(self.plan.grams / IDENTITY))
 
-    def spread(self) -> Spread:
-        """How much these prompts differ, and how much the continuations of one add to that."""
-        return spread_of(self.quantity, self.prompts(), self.theta())
+    def spread(self) -> Spread | Missing:
+        """How much the prompts differ, and how much the continuations of one add to that; from the first ``SPREAD_OF``."""
+        first = self.plan.chosen[: min(self.n_ready, SPREAD_OF)]
+        paths = [gram_store.path_of(self.plan.grams, each.row.prompt_id) for each in first]
+        theta = theta_of(self.notes.sketched.select(range(len(first))), read_identity(self.plan.grams / IDENTITY))
+        return spread_of(self.quantity, [gram_store.load(path) for path in paths], theta)
 
     def _by_row(self) -> list[int]:
         return sorted(range(self.n_ready), key=lambda order: self.plan.chosen[order].index)
