@@ -45,24 +45,23 @@ class Spread:
 def spread_of(quantity: Quantity, records: Sequence, theta: Sketches | None) -> Spread | Missing:
     """The spread of a quantity, from the parts of the blocks of some prompts.
 
-    records: as ``reduce_prompts`` takes them, with at least one block of ``LARGE`` or more continuations each. theta: their
-    sketches, for G*. The quantity is taken as a sum over prompts to first order. The continuations of a prompt are cut into
+    records: as ``reduce_prompts`` takes them; those without two parts of ``LARGE`` are left out. theta: the sketches of all,
+    for G*. The quantity is taken as a sum over prompts to first order. The continuations of a prompt are cut into
     parts of ``SMALL`` and of ``LARGE``: how much the parts of one prompt differ gives ``within`` and ``pairs``, and what is
     left of the variance over prompts is ``between``. Missing where the prompts are fewer than two or say nothing.
     """
-    if len(records) < 2:
-        return Missing("one prompt does not say how much prompts differ")
-    parts = {size: [_parts(record, size) for record in records] for size in (SMALL, LARGE)}
-    if any(len(each) < 2 for several in parts.values() for each in several):
-        return Missing(f"a prompt has fewer than {2 * LARGE} continuations in a block")
-    shares = _shares(quantity, records, parts, theta)
+    kept = [index for index, record in enumerate(records) if len(_parts(record, LARGE)) > 1]
+    if len(kept) < 2:
+        return Missing(f"fewer than two prompts have {2 * LARGE} continuations in a block")
+    parts = {size: [_parts(records[index], size) for index in kept] for size in (SMALL, LARGE)}
+    shares = _shares(quantity, [records[index] for index in kept], parts, None if theta is None else _common(theta)[kept])
     if isinstance(shares, Missing):
         return shares
     noise = {size: float(np.mean([np.var(each, ddof=1) for each in shares[size]])) for size in (SMALL, LARGE)}
     design = np.array([[1 / size, 1 / (size * (size - 1))] for size in (SMALL, LARGE)])
     within, pairs = np.linalg.solve(design, [noise[SMALL], noise[LARGE]])
-    if within < 0 or pairs < 0:  # by chance: the term that the smaller parts show more of
-        within, pairs = (0.0, noise[SMALL] * SMALL * (SMALL - 1)) if within < 0 else (noise[LARGE] * LARGE, 0.0)
+    if within < 0 or pairs < 0:  # by chance, or as it falls faster still: what the larger parts have, as one of the two terms
+        within, pairs = (0.0, noise[LARGE] * LARGE * (LARGE - 1)) if within < 0 else (noise[LARGE] * LARGE, 0.0)
     means = [np.mean(each) for each in shares[LARGE]]
     count = np.mean([1 / len(each) for each in shares[LARGE]])
     between = float(np.var(means, ddof=1) - noise[LARGE] * count)
@@ -80,7 +79,13 @@ def _parts(record, size: int) -> list[tuple]:
     ]
 
 
-def _shares(quantity: Quantity, records: Sequence, parts: dict, theta: Sketches | None) -> dict | Missing:
+def _common(theta: Sketches) -> np.ndarray:
+    """(n,): what a prompt's products with the others take from its share in c1 = mean ||theta||^2 - ||mean theta||^2."""
+    products = pair_products(theta.rows)
+    return 2 * products.sum(1) / (len(products) - 1) - pair_mean(products)
+
+
+def _shares(quantity: Quantity, records: Sequence, parts: dict, common: np.ndarray | None) -> dict | Missing:
     """{size: [each part's share in the quantity, to first order and relative to it, for each prompt]}."""
     if quantity.kind != G_STAR:
         found = {size: _columns(quantity, records, parts[size]) for size in parts}
@@ -88,10 +93,8 @@ def _shares(quantity: Quantity, records: Sequence, parts: dict, theta: Sketches 
             return found[LARGE]
         slopes = _slopes(quantity, np.concatenate(found[LARGE], axis=1).mean(1))
         return {size: [slopes @ each for each in found[size]] for size in parts}
-    if theta is None:
+    if common is None:
         return Missing("no gradient sketches were stored")
-    products = pair_products(theta.rows)
-    common = 2 * products.sum(1) / (len(products) - 1) - pair_mean(products)
     shares = {}
     for size in (LARGE, SMALL):
         pairs = [[pair_moments(gram, rewards) for gram, rewards, _ in each] for each in parts[size]]
