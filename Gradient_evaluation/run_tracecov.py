@@ -20,11 +20,12 @@ there, and samples none (docs/rollouts.md). The loop over prompts is in runs/tra
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.cli import MOST_CONTINUATIONS, Parser, add_shared_flags, group_sizes, importing, integer, run
+from Gradient_evaluation.cli import MOST_CONTINUATIONS, Parser, add_shared_flags, group_sizes, importing, integer, number, run
 from Gradient_evaluation.settings import (
     GRAM_DTYPES,
     NOT_WITH_ROLLOUTS,
@@ -40,10 +41,12 @@ def parse_args() -> TracecovSettings:
     parser = Parser(description=__doc__.split("\n")[0])
     add_shared_flags(parser)
     add_prompt_flags(parser.add_argument_group("prompts and continuations"))
+    add_precision_flags(parser.add_argument_group("precision and time"))
     add_gram_flags(parser.add_argument_group("Grams"))
     add_result_flags(parser.add_argument_group("results"), ESTIMATORS)
     args = parser.parse_args()
     check_source(parser, args)
+    check_precision(parser, args)
     args.K_list = group_sizes(args.K_list)
     if args.per_prompt and "--M" in parser.given():
         parser.error(
@@ -104,6 +107,29 @@ def check_source(parser: Parser, args) -> None:
         parser.error("--importance_weights: weights are ratios of exact log-probs; leave out --scoring published")
 
 
+def check_precision(parser: Parser, args) -> None:
+    """What --until, --minutes and --plan make of the flags that were not typed; refuse, in one line, what does not fit them."""
+    with importing():
+        from Gradient_evaluation.stats.group_size.precision import Quantity
+    given = parser.given()
+    stops = args.until is not None or args.minutes is not None
+    args.pilot = False
+    if args.until_quantity and args.until is None and not args.plan:
+        parser.error("--until_quantity: no effect without --until; leave it out, or give --until 0.2")
+    if stops and args.allocate:
+        parser.error("--allocate: shares N among a known number of prompts; run --until first, then --from_grams --allocate")
+    try:
+        names = Quantity.parse(args.until_quantity or "G_star").names
+    except ValueError as error:
+        parser.error(f"--until_quantity {args.until_quantity}: {error}")
+    args.estimators += [name for name in names if args.estimators != ["all"]]
+    if not (stops or args.plan):
+        return
+    if "--T" not in given:
+        args.T = None
+    args.pilot = args.plan or not {"--M", "--K_list", "--per_prompt", "--rollouts"} & set(given)
+
+
 def add_prompt_flags(group) -> None:
     group.add_argument("--oracle_table", help="table of calculate_oracle_v.py, JSONL or parquet")
     group.add_argument(
@@ -138,6 +164,31 @@ def add_prompt_flags(group) -> None:
         metavar="N",
         help="draw N rows of the table first, by --seed, and the T prompts from these; without N: no effect, "
         "the T prompts are drawn from the whole table",
+    )
+
+
+def add_precision_flags(group) -> None:
+    group.add_argument(
+        "--until",
+        type=number(0, 1, low_included=False),
+        metavar="SHARE",
+        help="measure prompts until the 95%% interval of G* is within this share of it: 0.2 for +-20%%; without --M, --K_list "
+        "and --per_prompt the first prompts decide how many continuations each further one gets",
+    )
+    group.add_argument(
+        "--until_quantity",
+        metavar="NAME",
+        help="what --until watches instead of G*: trace:NAME:K, snr:NAME:K or difference:A:B:K of the estimators NAME, A, B",
+    )
+    group.add_argument(
+        "--minutes",
+        type=number(0, low_included=False),
+        help="begin no prompt after so many minutes, the loading of the model included; the same command goes on",
+    )
+    group.add_argument(
+        "--plan",
+        action="store_true",
+        help="only print what a run would take and give, from the Grams that are there or from two minutes of measuring",
     )
 
 
@@ -223,7 +274,7 @@ def main() -> None:
         figure, _ = (plot_with_groups if "by_group" in results else plot_tracecov)(results, label=label)
         return save_figure(figure, Path(settings.plot_path) / f"tracecov_{label}.png")
 
-    tracecov.run(settings, draw)
+    tracecov.run(settings, draw, shlex.join(["python", *(word for word in sys.argv if word != "--plan")]))
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ WITH_FROM_GRAMS_AND_ROLLOUTS = (
     "--trust_remote_code",
 )
 # The flags that have no effect with --rollouts, which brings the continuations.
-NOT_WITH_ROLLOUTS = ("--M", "--per_prompt", "--gen_bs", "--save_rollouts")
+NOT_WITH_ROLLOUTS = ("--plan", "--M", "--per_prompt", "--gen_bs", "--save_rollouts")
 
 
 @dataclass(frozen=True)
@@ -108,19 +108,24 @@ class OracleSettings(Settings):
 class TracecovSettings(Settings):
     """The flags of run_tracecov.py. ``estimators``: those beside the default four, aliases resolved.
 
-    reward is None where the rewards of --rollouts are taken as they are.
+    reward is None where the rewards of --rollouts are taken as they are. T is None where there is no limit but the table's.
     """
 
     oracle_table: str | None
     dataset: str | None
     split: str | None
     rollouts: tuple[str, ...] | None
-    T: int
+    T: int | None
     M: int
     per_prompt: int | None
     K_list: tuple[int, ...]  # sorted
     gen_bs: int
     subsample_prompts: int | None
+    until: float | None  # half the interval's width over the value
+    until_quantity: str | None
+    minutes: float | None
+    pilot: bool  # whether the first prompts decide how many continuations the further ones get
+    plan: bool
     block_size: int | None
     gram_memory: int  # MiB
     gram_dtype: str
@@ -139,6 +144,11 @@ class TracecovSettings(Settings):
     save_json: str
     plot_path: str
     skip_plot: bool
+
+    @property
+    def stops_itself(self) -> bool:
+        """Whether the run ends before the last prompt that it may take, for another reason than an error."""
+        return self.until is not None or self.minutes is not None or self.plan
 
 
 def continuations_of(settings: TracecovSettings) -> int:

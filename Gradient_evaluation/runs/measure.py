@@ -12,11 +12,11 @@ from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.runs.checks import check_block, check_sampler, in_float32, self_audit
 from Gradient_evaluation.runs.inputs.oracle_table import OracleRow, oracle_components
 from Gradient_evaluation.runs.inputs.prompts import sampling_law
-from Gradient_evaluation.runs.inputs.rewards import Rewards
+from Gradient_evaluation.runs.inputs.rewards import Rewards, judged
 from Gradient_evaluation.runs.inputs.rollouts.compare import Comparison, importance_weights
 from Gradient_evaluation.runs.machine.gram_store import GramRecord, scalar_columns
 from Gradient_evaluation.runs.machine.memory import Batch
-from Gradient_evaluation.runs.source import Sampled, Stored
+from Gradient_evaluation.runs.source import Sampled, Stored, with_rewards
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.log_probs import log_probs
@@ -117,6 +117,13 @@ class Measurement:
             return batch.run(lambda size: check_sampler(self.gram, law, prompt_ids, drawn[:size], row.where), row.where)
 
         return in_float32(self.model, check, "the comparison of sampler and scorer")
+
+    def rehearse(self, row: OracleRow, prompt_ids: list[int], count: int) -> None:
+        """All the work that ``count`` continuations of a prompt take, for the time it takes. They are used for nothing."""
+        found = self.source.for_audit(row, prompt_ids, count)
+        drawn, rewards, _ = with_rewards(found, judged(found, row, self.source.rewards))
+        if len(drawn) >= SMALLEST_BLOCK:
+            self._blocks(row, prompt_ids, drawn, rewards, self.block.size)
 
     def measure(self, row: OracleRow, prompt_ids: list[int], index: int, first: int = 0) -> GramRecord:
         """The record of one prompt, ``index`` its row among the prompts, of its continuations from number ``first`` on.

@@ -23,7 +23,8 @@ from Gradient_evaluation.runs.inputs.rewards import Rewards, RunRewards, check_g
 from Gradient_evaluation.runs.inputs.rollouts.save import RolloutsFolder, begin_folder, check_folder, note_missing
 from Gradient_evaluation.runs.machine.files import append_row
 from Gradient_evaluation.runs.machine.memory import Batch, limited_memory
-from Gradient_evaluation.runs.machine.processes import Processes, Progress
+from Gradient_evaluation.runs.machine.processes import Processes
+from Gradient_evaluation.runs.machine.progress import Progress
 from Gradient_evaluation.runs.machine.resume import (
     check_fingerprint,
     check_same_weights,

@@ -1,7 +1,7 @@
 """What a run of run_tracecov.py does: its prompts, its identity, and what is left to measure. No model is loaded for it.
 
 prepare(settings, dtype, locks)            the Plan; UserError for what the run cannot use
-is_measured(plan, settings)                whether nothing is left to do
+is_checked(plan, settings)                 whether the checks are there, made with these weights
 begin(plan, settings, fingerprints)        what is checked once the weights are known
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from Gradient_evaluation.runs.grow import counts_of, still_needed
 from Gradient_evaluation.runs.inputs.dataset import Row
 from Gradient_evaluation.runs.inputs.domains import column_values
 from Gradient_evaluation.runs.inputs.of_run import identity_of_rollouts, inputs_of, law_of_run, other_rewards, path_for_messages
+from Gradient_evaluation.runs.inputs.oracle_table import oracle_components
 from Gradient_evaluation.runs.inputs.prompts import chat_from, tokenised
 from Gradient_evaluation.runs.inputs.rewards import RunRewards
 from Gradient_evaluation.runs.inputs.rollouts.save import begin_folder, check_first, check_folder, note_missing
@@ -53,6 +55,9 @@ def stored_flags(settings: TracecovSettings) -> dict:
     return {name: config[name] for name in STORED_FLAGS}
 
 
+PILOT_PROMPTS, PILOT_CONTINUATIONS = 8, 16  # those of the first prompts, where they decide on the further ones
+
+
 class Chosen(NamedTuple):
     """A prompt that was drawn."""
 
@@ -76,12 +81,26 @@ class Plan(NamedTuple):
     other_rewards: dict | None  # the identity of a run of the same rollouts under other rewards, which has made every Gram
 
 
-def drawn(n: int, T: int, subsample: int | None, seed: int) -> list[int]:
+def as_drawn(record: gram_store.GramRecord, plan: Plan, order: int) -> gram_store.GramRecord:
+    """The record of the prompt at ``order`` of those drawn, with the present oracle value and columns of its source.
+
+    It is the same object where nothing differs from what the file has.
+    """
+    index, row, _ = plan.chosen[order]
+    now = {"index": index, "order": order, "oracle_value": row.oracle_value, "n_oracle": row.oracle_samples}
+    now["columns"] = gram_store.scalar_columns(row.columns)
+    if plan.rewards is not None and plan.rewards.are_several:
+        now["oracle_components"] = oracle_components(row, plan.rewards.names)
+    differs = any(getattr(record, name) != value for name, value in now.items())
+    return replace(record, **now) if differs else record
+
+
+def drawn(n: int, T: int | None, subsample: int | None, seed: int) -> list[int]:
     """Indices of T rows of a table of n, in the order in which they are measured, as the paper's released script draws them.
 
     Of a table with more than ``subsample`` rows, that many are drawn first. The rows are shuffled, by a generator of the
-    same seed, and the first T are taken. So the prompts of a smaller T are the first of a larger one, and the prompts of an
-    interrupted run are a random sample.
+    same seed, and the first T are taken (None: all). So the prompts of a smaller T are the first of a larger one, and the
+    prompts of an interrupted run are a random sample.
     """
     order = list(range(n))
     if subsample is not None and subsample < n:
@@ -138,7 +157,8 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, locks: ExitStack) ->
             made_under = found
         else:
             refuse_difference(str(grams / IDENTITY), found, identity, stored_flags(settings))
-        todo = todo if settings.rollouts else still_needed(grams, chosen, settings)
+        if not (settings.rollouts or settings.pilot):  # a pilot takes the Grams that are there as they are
+            todo = still_needed(grams, chosen, settings)
         note_older_choice(grams, found, chosen)
     if stored is not None:
         stored = {each.row.prompt_id: stored[each.row.prompt_id] for each in chosen}
@@ -153,7 +173,10 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, locks: ExitStack) ->
 
 def sampled_by(law: dict, identity: dict, settings: TracecovSettings) -> dict:
     """The identity of a folder of --save_rollouts: all that decides what is sampled, and how much of it."""
-    count = {"script": "run_tracecov.py", "continuations": continuations_of(settings)}
+    count = {
+        "script": "run_tracecov.py",
+        "continuations": PILOT_CONTINUATIONS if settings.pilot else continuations_of(settings),
+    }
     return {**law, **count, "seed": identity["seed"], "dtype": identity["dtype"]}
 
 
@@ -173,6 +196,11 @@ def identity_beside_the_law(settings: TracecovSettings) -> dict:
     }
 
 
+def left(plan: Plan, first: int | None = None) -> list[Chosen]:
+    """The prompts without a Gram, in seeded order; of the ``first`` ones alone."""
+    return [each for each in plan.chosen[:first] if not gram_store.path_of(plan.grams, each.row.prompt_id).exists()]
+
+
 def note_older_choice(grams: Path, found: dict, chosen: list[Chosen]) -> None:
     """Say when Grams of a folder go unused: a run of an earlier version took the first T rows, without a draw."""
     if "subsample_prompts" in (found.get("flags") or {}):
@@ -187,10 +215,10 @@ def note_older_choice(grams: Path, found: dict, chosen: list[Chosen]) -> None:
         )
 
 
-def is_measured(plan: Plan, settings: TracecovSettings) -> bool:
-    """Whether every Gram and the checks are there, made with the weights that --model names now."""
+def is_checked(plan: Plan, settings: TracecovSettings) -> bool:
+    """Whether the checks are there, made with the weights that --model names now."""
     checks = {"self_audit", "sampler_check"} if plan.stored is None else {"self_audit"}
-    if plan.todo or not checks <= set(read_checks(plan.grams)) or not (plan.grams / IDENTITY).exists():
+    if not checks <= set(read_checks(plan.grams)) or not (plan.grams / IDENTITY).exists():
         return False
     return read_identity(plan.grams / IDENTITY).get("weights_digest") == weights_digest(settings.model, settings.revision)
 

@@ -16,18 +16,19 @@ import torch
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import fingerprint, model_label, resolve_dtype
 from Gradient_evaluation.rewards.own_reward import check_weights
-from Gradient_evaluation.runs.grow import have_more, note_unequal, whole_record
+from Gradient_evaluation.runs.grow import have_more, note_unequal
 from Gradient_evaluation.runs.inputs.dataset import finite_at
 from Gradient_evaluation.runs.inputs.of_run import REWARDS, inputs_of
-from Gradient_evaluation.runs.inputs.oracle_table import oracle_components
 from Gradient_evaluation.runs.inputs.prompts import load_policy
 from Gradient_evaluation.runs.inputs.rollouts.from_text import retokenised_share
 from Gradient_evaluation.runs.inputs.rollouts.reward_again import rewarded_again, why_no_sketch
 from Gradient_evaluation.runs.inputs.rollouts.save import RolloutsFolder
+from Gradient_evaluation.runs.loop import Loop
 from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.runs.machine.files import write_json
 from Gradient_evaluation.runs.machine.memory import limited_memory
-from Gradient_evaluation.runs.machine.processes import Processes, Progress
+from Gradient_evaluation.runs.machine.processes import Processes
+from Gradient_evaluation.runs.machine.progress import Progress
 from Gradient_evaluation.runs.machine.resume import (
     CHECKS,
     IDENTITY,
@@ -38,11 +39,14 @@ from Gradient_evaluation.runs.machine.resume import (
     saved_on_interrupt,
 )
 from Gradient_evaluation.runs.measure import Measurement, score_gram
-from Gradient_evaluation.runs.plan import Plan, begin, is_measured, prepare
+from Gradient_evaluation.runs.outlook import outlook
+from Gradient_evaluation.runs.pilot import with_choice, with_pilot
+from Gradient_evaluation.runs.plan import PILOT_PROMPTS, Plan, as_drawn, begin, is_checked, left, prepare
 from Gradient_evaluation.runs.results.by_reward import reweighted
 from Gradient_evaluation.runs.results.report import group_size_report, report
 from Gradient_evaluation.runs.results.results_file import finished_results, results_path, versions, write_results
 from Gradient_evaluation.runs.source import Sampled, Stored
+from Gradient_evaluation.runs.until import Until
 from Gradient_evaluation.settings import WITH_FROM_GRAMS, WITH_FROM_GRAMS_AND_ROLLOUTS, TracecovSettings
 
 NOT_WEIGHTED = "--importance_weights: gradient sketches are not weighted; without it there is a best group size"
@@ -57,6 +61,7 @@ class Measured(NamedTuple):
     config: dict  # the flags that made the records
     identity: dict  # of the run that made them
     checks: dict  # of that run
+    stopping: dict | None = None  # why the run stopped, where it stops by itself
 
 
 def source_of(plan: Plan, settings: TracecovSettings, model, tokenizer, model_fingerprint: str) -> Sampled | Stored:
@@ -67,20 +72,25 @@ def source_of(plan: Plan, settings: TracecovSettings, model, tokenizer, model_fi
     return Sampled(model, tokenizer, settings, plan.rewards, RolloutsFolder(folder, law) if folder else None)
 
 
-def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, processes: Processes) -> None:
-    """Measure this process's share of ``plan.todo``. Every Gram is on disk as soon as it is known."""
+def measure_all(
+    plan: Plan, settings: TracecovSettings, dtype: torch.dtype, processes: Processes, until: Until | None
+) -> TracecovSettings:
+    """Measure this process's share of what is left. Every Gram is on disk as soon as it is known.
+
+    until: when the run stops by itself. Returns the settings, with the --per_prompt that a pilot has chosen.
+    """
     model, tokenizer = load_policy(settings, dtype, processes)
     fingerprints = processes.gather(fingerprint(model))
     processes.from_first(begin, plan, settings, fingerprints)
     gram = score_gram(model, settings)
     source = source_of(plan, settings, model, tokenizer, fingerprints[0])
     measurement = Measurement(model, gram, source, replace(settings, block_size=plan.identity["largest_block"]))
-    done = len(plan.chosen) - len(plan.todo)
     checks = {**({"gen_bs": settings.gen_bs} if source.is_sampled else {}), **read_checks(plan.grams)}
+    total, done = len(plan.chosen), len(plan.chosen) - len(plan.todo)
     with (
         gram,
         limited_memory(settings.max_memory, processes.device),
-        Progress(len(plan.chosen), done, "reward", settings.quiet, processes) as progress,
+        Progress(total if until is None else None, done, "reward", settings.quiet, processes) as progress,
     ):
         if processes.is_first:
             row, prompt_ids = plan.chosen[0].row, plan.chosen[0].prompt_ids
@@ -91,29 +101,26 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
                 checks.update(retokenised_share(model, tokenizer, first, plan.stored, settings))
             checks["self_audit"] = finite_at(row, measurement.audit, row, prompt_ids)
             write_json(plan.grams / CHECKS, checks)
-        order = {each.row.prompt_id: position for position, each in enumerate(plan.chosen)}
-        for index, row, prompt_ids in processes.share(plan.todo):
-            record = finite_at(row, whole_record, measurement, plan.grams, row, prompt_ids, index)
-            replace(record, order=order[row.prompt_id]).save(plan.grams)
-            progress.done(float(record.rewards.mean()), len(record.rewards))
+        loop = Loop(plan, measurement, processes, progress, until)
+        if settings.pilot:
+            settings = with_pilot(loop, settings)
+        if not settings.plan:
+            loop.measure(processes.from_first(left, plan) if settings.pilot else plan.todo)
     if not source.is_sampled:
         processes.gather(None)
-        return
+        return settings
     smallest = min(processes.gather(source.generation.size))
     if processes.is_first and smallest < checks["gen_bs"]:
         write_json(plan.grams / CHECKS, {**checks, "gen_bs": smallest})
+    return settings
 
 
 def records_of(plan: Plan) -> Iterator[gram_store.GramRecord]:
     """The Gram records of the chosen prompts in the order of their source, with its present oracle values and columns."""
-    for order, (index, row, _) in sorted(enumerate(plan.chosen), key=lambda each: each[1].index):
-        record = gram_store.load(gram_store.path_of(plan.grams, row.prompt_id))
-        now = {"index": index, "order": order, "oracle_value": row.oracle_value, "n_oracle": row.oracle_samples}
-        now["columns"] = gram_store.scalar_columns(row.columns)
-        if plan.rewards is not None and plan.rewards.are_several:
-            now["oracle_components"] = oracle_components(row, plan.rewards.names)
-        current = replace(record, **now)
-        if any(getattr(record, name) != value for name, value in now.items()):
+    for order in sorted(range(len(plan.chosen)), key=lambda order: plan.chosen[order].index):
+        record = gram_store.load(gram_store.path_of(plan.grams, plan.chosen[order].row.prompt_id))
+        current = as_drawn(record, plan, order)
+        if current is not record:
             current.save(plan.grams)
         yield current
 
@@ -192,6 +199,7 @@ def finish(settings: TracecovSettings, measured: Measured, started: float, draw:
         "versions": versions(),
         "seconds": round(time.monotonic() - started, 1),
         **({"no_sketch": no_sketch} if no_sketch else {}),
+        **({"stopping": measured.stopping} if measured.stopping else {}),
     }
     label = model_label(measured.identity["model"])
     results = write_results(settings, measured.records, about, label, measured.checks.get("gen_bs"))
@@ -202,39 +210,58 @@ def finish(settings: TracecovSettings, measured: Measured, started: float, draw:
     print(f"\n{group_size_report(results['group_size_law'], settings.budget)}")
 
 
-def run(settings: TracecovSettings, draw: Draw) -> None:
-    """Measure what is left to measure, then write, print and draw the results."""
+def run(settings: TracecovSettings, draw: Draw, command: str = "") -> None:
+    """Measure what is left to measure, then write, print and draw the results. command: that which was typed, for --plan."""
+    started = time.monotonic()
     if settings.from_grams:
         recompute(settings, draw)
         return
-    started = time.monotonic()
     with Processes(settings.device) as processes, ExitStack() as locks:
         dtype = resolve_dtype(settings.dtype, processes.device)
+        settings = processes.from_first(with_choice, settings)
         plan = processes.from_first(prepare, settings, dtype, locks)
+        until = Until(settings, plan, started) if settings.stops_itself else None
         with saved_on_interrupt(plan.grams, settings.overwrite, processes.is_first):
-            finished = processes.from_first(is_measured, plan, settings)
+            finished = processes.from_first(is_finished, plan, settings, until)
             if not finished and plan.other_rewards is None:
-                measure_all(plan, settings, dtype, processes)
-            if not processes.is_first:
-                return
-            if plan.left_out:
-                print(plan.left_out)
-            if plan.n_long:
-                print(f"left out {plan.n_long} prompts that are too long for the model's context")
-            if plan.other_rewards is not None:
-                rewarded_otherwise(plan, settings, started, draw)
-                return
-            label, rows = model_label(settings.model), [each.row for each in plan.chosen]
-            more = plan.stored is None and have_more(plan.grams, plan.chosen, settings)  # earlier results may be of fewer
-            results = finished_results(settings, label, rows) if finished and not more else None
-            if results is not None:
-                print(f"finished before, nothing left to do; --overwrite starts afresh\n{report(results)}")
-                print(f"results: {results_path(settings.save_json, label)}")
-                return
-            identity, checks = read_identity(plan.grams / IDENTITY), read_checks(plan.grams)
-            finish(
-                settings,
-                Measured(gram_store.Records(partial(records_of, plan)), settings.config(), identity, checks),
-                started,
-                draw,
-            )
+                settings = measure_all(plan, settings, dtype, processes, until)
+            if processes.is_first and settings.plan:
+                print(outlook(until, command))
+            elif processes.is_first:
+                conclude(plan, settings, finished, started, draw, until)
+
+
+def is_finished(plan: Plan, settings: TracecovSettings, until: Until | None) -> bool:
+    """Whether nothing is left to measure."""
+    if plan.todo and (until is None or settings.overwrite):
+        return False
+    if settings.plan:
+        until.advance()
+        return until.n_ready >= min(PILOT_PROMPTS, len(plan.chosen))
+    return is_checked(plan, settings) and (until is None or until.is_over)
+
+
+def conclude(plan: Plan, settings: TracecovSettings, finished: bool, started: float, draw: Draw, until: Until | None) -> None:
+    """Write, print and draw the results of what is measured. finished: nothing was left to measure."""
+    stopping = None
+    if until is not None:
+        stopping = until.stopping()
+        plan = plan._replace(chosen=plan.chosen[: stopping["n_prompts"]])
+    if plan.left_out:
+        print(plan.left_out)
+    if plan.n_long:
+        print(f"left out {plan.n_long} prompts that are too long for the model's context")
+    if plan.other_rewards is not None:
+        rewarded_otherwise(plan, settings, started, draw)
+        return
+    label, rows = model_label(settings.model), [each.row for each in plan.chosen]
+    takes_all = plan.stored is not None or settings.pilot
+    more = not takes_all and have_more(plan.grams, plan.chosen, settings)  # earlier results may be of fewer
+    results = finished_results(settings, label, rows) if finished and not more else None
+    if results is not None:
+        print(f"finished before, nothing left to do; --overwrite starts afresh\n{report(results)}")
+        print(f"results: {results_path(settings.save_json, label)}")
+        return
+    identity, checks = read_identity(plan.grams / IDENTITY), read_checks(plan.grams)
+    records = gram_store.Records(partial(records_of, plan))
+    finish(settings, Measured(records, settings.config(), identity, checks, stopping), started, draw)

@@ -116,6 +116,11 @@ def reduce_prompts(records: Iterable, K_list: Sequence[int] = (), names: Sequenc
     return _together(prompts)
 
 
+def joined(several: Sequence[PromptMoments]) -> PromptMoments:
+    """The moments of all their prompts, in this order, as if ``reduce_prompts`` had read them at once."""
+    return _together([prompt for each in several for prompt in each.reduced])
+
+
 def _together(prompts: list[dict]) -> PromptMoments:
     """The moments of several prompts, each as ``_reduce`` gives them."""
     columns = {name: [prompt[name] for prompt in prompts] for name in prompts[0]}

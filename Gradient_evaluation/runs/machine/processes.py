@@ -3,7 +3,7 @@
 Every process loads the whole model onto its own device. It takes the next prompt when it has finished one, so a slow prompt
 delays no other process. A continuation depends on seed, prompt and index alone, so it does not matter which process measures
 a prompt. The first process (rank 0) checks the input, sends the plan to the others, and collects the results. Only small
-objects such as the plan and a counter are sent, no tensors. ``Progress`` is the progress line on stderr.
+objects such as the plan and a counter are sent, no tensors.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import datetime
 import os
 import platform
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import resolve_device
@@ -61,6 +59,7 @@ class Processes:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self._store, self._done = None, 0
+        self._told: set[str] = set()
         if self.size > 1:
             self._join()
             self.from_first(check_own_gpus, self.gather(gpu_identity(self.device)))
@@ -101,13 +100,32 @@ class Processes:
             sys.exit(2)
         return found[0]
 
-    def share(self, items: Sequence) -> Iterator:
-        """The items that this process takes. ``items`` is the same in every process; each goes to the first that is free."""
+    def share(self, items: Sequence, name: str = "taken", may_begin: Callable[[], bool] = lambda: True) -> Iterator:
+        """The items that this process takes. ``items`` is the same in every process; each goes to the first that is free.
+
+        name: another one for every list of a run. may_begin: asked before an item is taken; none is taken after a False. So
+        every item before one that was taken was taken too.
+        """
         if self.size == 1:
-            yield from items
+            for item in items:
+                if not may_begin():
+                    return
+                yield item
             return
-        while (index := self._together(self._store.add, "taken", 1) - 1) < len(items):
+        while may_begin() and (index := self._together(self._store.add, name, 1) - 1) < len(items):
             yield items[index]
+
+    def tell(self, name: str) -> None:
+        """Let every process know; ``is_told(name)`` is True from then on."""
+        self._told.add(name)
+        if self.size > 1:
+            self._together(self._store.set, name, "yes")
+
+    def is_told(self, name: str) -> bool:
+        """Whether a process has told the others ``name``."""
+        if self.size > 1 and name not in self._told and self._together(self._store.check, [name]):
+            self._told.add(name)
+        return name in self._told
 
     def count(self) -> int:
         """Count one more prompt as done; returns how many all processes together have done in this run."""
@@ -129,38 +147,3 @@ class Processes:
             raise UserError(
                 f"process {self.rank} lost the others ({reason}); see the first error of this job; the same command continues"
             ) from None
-
-
-class Progress:
-    """The line ``12/40 [00:31<01:12, 2.6s/prompt, 410 continuations/s, mean V 0.43]`` of the first process, on a terminal.
-
-    total: number of prompts. before: how many of them an earlier run has measured. name: of the value whose mean is shown.
-    """
-
-    def __init__(self, total: int, before: int, name: str, quiet: bool, processes: Processes):
-        self.processes, self.name = processes, name
-        self.bar = tqdm(
-            total=total,
-            initial=before,
-            unit="prompt",
-            leave=False,
-            mininterval=0,
-            disable=quiet or not processes.is_first or not sys.stderr.isatty(),
-        )
-        self.started, self.before = time.monotonic(), before
-        self.values: list[float] = []
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.bar.close()
-
-    def done(self, value: float, continuations: int) -> None:
-        """Count one more prompt. value: for the running mean. continuations: how many each prompt takes."""
-        self.values.append(value)
-        count = self.processes.count()
-        rate = count * continuations / (time.monotonic() - self.started)
-        mean = sum(self.values) / len(self.values)
-        self.bar.set_postfix_str(f"{rate:,.0f} continuations/s, mean {self.name} {mean:.3g}", refresh=False)
-        self.bar.update(self.before + count - self.bar.n)

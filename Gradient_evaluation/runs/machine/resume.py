@@ -25,7 +25,8 @@ from Gradient_evaluation.runs.machine.files import one_line_errors, write_json
 # Entries of the identity that tables and folders of earlier versions lack -> what they were made with.
 ADDED_LATER = {"chat_template_kwargs": None, "template_date": None, "reward_weights": None, "reward_digest": None}
 IDENTITY, CHECKS = "run.json", "checks.json"  # beside the Gram files
-BESIDE_THE_IDENTITY = ("weights_digest", "flags")  # what run.json has too
+PILOT = "pilot"  # in run.json: what the first prompts have shown (runs/pilot.py)
+BESIDE_THE_IDENTITY = ("weights_digest", "flags", PILOT)  # what run.json has too
 # Entries of an identity that are no flags: the flags that decide them, or what else does.
 FROM_FLAGS = {
     "sketched": ("estimators",),
@@ -202,6 +203,8 @@ def check_identity(path: Path, stored: dict, overwrite: bool) -> None:
         found = read_identity(path)
         identity = {name: value for name, value in stored.items() if name not in BESIDE_THE_IDENTITY}
         refuse_difference(str(path), found, identity, stored["flags"])
+        if PILOT in found:
+            stored = {**stored, PILOT: found[PILOT]}
         if found != stored:
             write_json(path, stored)
         return

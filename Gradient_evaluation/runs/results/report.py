@@ -13,6 +13,7 @@ import numpy as np
 
 from Gradient_evaluation.runs.results.results_file import FLOOR, label_in
 from Gradient_evaluation.runs.results.rollouts_check import check_lines
+from Gradient_evaluation.runs.results.stopping import stopping_text
 from Gradient_evaluation.stats.estimators import DEFAULT, label_of
 from Gradient_evaluation.stats.group_size.law import PREDICTION
 
@@ -25,6 +26,7 @@ def report(results: dict) -> str:
     lines += [*_by_group(results), *_allocation(results), *_largest_modules(results)]
     checks = [_on_policy(results["on_policy_check"]), _sampler_check(results.get("checks", {})), _norms(results)]
     checks += check_lines(results["rollouts_check"]) if "rollouts_check" in results else []
+    checks += [stopping_text(results["stopping"])] if "stopping" in results else []
     return "\n".join([*lines, *(wrapped(line) for line in checks if line)])
 
 

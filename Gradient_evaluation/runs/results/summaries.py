@@ -154,14 +154,12 @@ def group_size_law_of(prompts: PromptMoments, sketched: Sketched, about: dict, b
 
     about: see ``summary_of``.
     """
-    identity, sketches, theta = about["law"], None, None
-    if all(sketch is not None for sketch in sketched.sketches):
-        sketches, layout = np.stack(sketched.sketches), [SketchPart(*map(int, part)) for part in sketched.layout]
-        theta = Sketches(sketches[:, 0], layout, identity.get("sketch_dim") or None)
+    identity = about["law"]
+    theta = theta_of(sketched, identity)
     no_sketch = Missing(about["no_sketch"]) if about.get("no_sketch") else None
     entry = group_size_law(prompts, theta or no_sketch, bootstrap)
     entry |= {"sketch_dim": identity.get("sketch_dim") or None, "cosine_to_gradient": {}}
-    if theta is None or sketches.shape[1] == 1:
+    if theta is None or len(sketched.sketches[0]) == 1:
         if theta is not None and len(identity.get("sketched") or []) > 1:
             entry["reasons"]["cosine_to_gradient"] = OTHER_SKETCHES
         return entry
@@ -170,8 +168,17 @@ def group_size_law_of(prompts: PromptMoments, sketched: Sketched, about: dict, b
         why = f"blocks of {smallest} continuations hold no group of {largest}; raise --block_size"
         entry["reasons"]["cosine_to_gradient"] = why
     else:
-        entry["cosine_to_gradient"] = prompt_averaged_cosines(sketches[:, 1:], sketched.names[1:], theta, bootstrap)
+        others = np.stack(sketched.sketches)[:, 1:]
+        entry["cosine_to_gradient"] = prompt_averaged_cosines(others, sketched.names[1:], theta, bootstrap)
     return entry
+
+
+def theta_of(sketched: Sketched, identity: dict) -> Sketches | None:
+    """The sketches of the prompts' mean gradients; None where a prompt has none. identity: of the run that made them."""
+    if any(sketch is None for sketch in sketched.sketches):
+        return None
+    layout = [SketchPart(*map(int, part)) for part in sketched.layout]
+    return Sketches(np.stack([sketch[0] for sketch in sketched.sketches]), layout, identity.get("sketch_dim") or None)
 
 
 def rewards_alone(settings: TracecovSettings, records: Iterable, notes: Notes, about: dict) -> dict:

@@ -132,6 +132,18 @@ def group_size_law(prompts: PromptMoments, sketches: Sketches | Missing | None, 
     return result
 
 
+def best_size_alone(prompts: PromptMoments, sketches: Sketches | Missing | None, bootstrap: PromptBootstrap) -> dict:
+    """Of ``group_size_law`` the entries ``best_size.BEST`` and G_star_at_least alone, in a fraction of the time.
+
+    Each is a value or Missing.
+    """
+    measured = _measured(prompts, sketches, bootstrap)
+    found: dict = {"n_prompts": bootstrap.n_prompts}
+    for name in ("c1", "c2", "c3"):
+        found |= _constant(name, COLUMNS[name], measured)
+    return _recommended(found, measured, prompts.theta_sq_noise, measured.silence or measured.no_pairs)
+
+
 def _measured(prompts: PromptMoments, sketches: Sketches | Missing | None, bootstrap: PromptBootstrap) -> Measured:
     pairs, n, has_sketches = prompts.pairs, bootstrap.n_prompts, isinstance(sketches, Sketches)
     columns = [pairs.theta_sq, 4 * pairs.zeta1, 2 * pairs.zeta2]
