@@ -46,6 +46,11 @@ from Policy_Optimization.trainer_rollouts import (
 )
 
 FILE = "group_size.jsonl"
+# What the trainer logs of a measurement; the file has the rest.
+LOGGED = (
+    *("G_star", "G_star_ci95", "G_star_at_least", "almost_best", "c1", "c1_ci95", "c2", "c2_ci95", "c3", "c3_ci95"),
+    *("mse", "mse_half", "mse_double", "signal_to_noise", "frac_reward_zero_std", "mean_reward", "seconds", "share_of_run"),
+)
 OWN, OF_TRAINER = "own", "trainer"
 
 
@@ -154,9 +159,13 @@ class GroupSizeCallback(TrainerCallback):
     def _prepare(self, args, model) -> None:
         check_measurable(args, model, self.trainer)
         if self.rollouts == OF_TRAINER and self.trainer is None:
-            raise UserError('GroupSizeCallback: rollouts="trainer": write callback.attach(trainer) instead of callbacks=[callback]')
+            raise UserError(
+                'GroupSizeCallback: rollouts="trainer": write callback.attach(trainer) instead of callbacks=[callback]'
+            )
         if self.rollouts == OF_TRAINER and getattr(args, "multi_objective_aggregation", "") == "normalize_then_sum":
-            raise UserError('GroupSizeCallback: rollouts="trainer" sums rewards as multi_objective_aggregation="sum_then_normalize"')
+            raise UserError(
+                'GroupSizeCallback: rollouts="trainer" sums rewards as multi_objective_aggregation="sum_then_normalize"'
+            )
         self.law = self.law or law_of(args)
         own = trained_with(args)
         self.trained = Trained(self.trained.group_size or own.group_size, self.trained.prompts or own.prompts)
@@ -198,6 +207,8 @@ class GroupSizeCallback(TrainerCallback):
             with in_place(model, self.law, self.sketch_dim, self._checkpoints(args, model)) as policy:
                 layout = policy.layout
                 for number, group in work(args, policy, tokenizer, generations):
+                    if self.measurements == 0 and not records:
+                        policy.audit(group)
                     size = self.group_size if self.rollouts == OWN else len(group.continuations)
                     records.append((number, policy.measured(group, size)))
         except Exception as caught:
@@ -281,9 +292,8 @@ def _rewards(reward, weights: Sequence[float] | None) -> RunRewards:
 def _flat(row: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a measurement as a trainer's log has them; an interval as NAME_low and NAME_high."""
     found = {}
-    for name, value in row.items():
-        if name in ("step", "epoch", "error", "reasons"):
-            continue
+    for name in LOGGED:
+        value = row.get(name)
         parts = {name: value}
         if isinstance(value, list):
             parts = {f"{name.removesuffix('_ci95')}_{end}": each for end, each in zip(("low", "high"), value)}

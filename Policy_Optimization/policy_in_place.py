@@ -77,13 +77,13 @@ class Trained(NamedTuple):
 
 
 def rows_of(prompts: Sequence[Mapping[str, Any]], count: int, seed: int) -> list[Row]:
-    """``count`` of the prompts, drawn by ``seed`` as run_tracecov.py --T draws them; all where there are fewer.
+    """``count`` of the prompts, drawn by ``seed`` as run_tracecov.py --T draws them, in the order of the data set.
 
     prompts: a datasets.Dataset or a list of dictionaries with a column ``prompt`` (string or messages). Columns are kept as
     they are. Raises UserError that names the row.
     """
     rows = []
-    for index in drawn(len(prompts), count, None, seed):
+    for index in sorted(drawn(len(prompts), count, None, seed)):
         record, where = prompts[index], f"prompts, row {index + 1}"
         if not isinstance(record, Mapping) or "prompt" not in record:
             raise UserError(f"{where}: no column 'prompt'; give a data set or a list of dictionaries that have one")
@@ -140,14 +140,16 @@ class Policy:
         u = [uniforms(seed, "tracecov", row.prompt_id, 0, count, self.law.max_new_tokens) for row, _ in prompts]
         asked = [ids for _, ids in prompts]
         if at_once < 2 * count:
-            return [
-                sample_continuations(self.gram.model, tokenizer, ids, own, self.law, at_once) for ids, own in zip(asked, u)
-            ]
+            return [sample_continuations(self.gram.model, tokenizer, ids, own, self.law, at_once) for ids, own in zip(asked, u)]
         step, found = at_once // count, []
         for start in range(0, len(asked), step):
             part = slice(start, start + step)
             found += sample_groups(self.gram.model, tokenizer, asked[part], np.stack(u[part]), self.law)
         return found
+
+    def audit(self, group: Group) -> None:
+        """Compare the Gram of a group with one ordinary backward pass. UserError where a parameter is not measured right."""
+        self.gram.audit(group.prompt_ids, [each.tokens for each in group.continuations])
 
     def measured(self, group: Group, block_size: int) -> Record | None:
         """Grams and sketch of one prompt's continuations; None where fewer than four of them have a reward.

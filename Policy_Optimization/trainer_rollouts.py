@@ -145,7 +145,12 @@ def _is_async(function: Callable) -> bool:
 
 
 def groups_of(
-    generations: Sequence[Sequence[Rollout]], size: int, weights: Sequence[float], tokenizer, template: Mapping, ends: Sequence[int]
+    generations: Sequence[Sequence[Rollout]],
+    size: int,
+    weights: Sequence[float],
+    tokenizer,
+    template: Mapping,
+    ends: Sequence[int],
 ) -> list[Group]:
     """The groups of ``size`` completions with their weighted rewards; groups of one prompt are one group.
 
@@ -153,7 +158,9 @@ def groups_of(
     ends of sequence. Raises UserError where the completions are no such groups.
     """
     if size < SMALLEST_BLOCK:
-        raise UserError(f"num_generations {size}: a group's Gram needs at least {SMALLEST_BLOCK} completions; leave rollouts out")
+        raise UserError(
+            f"num_generations {size}: a group's Gram needs at least {SMALLEST_BLOCK} completions; leave rollouts out"
+        )
     found: dict[tuple, Group] = {}
     for rollouts in generations:
         for start in range(0, len(rollouts), size):
