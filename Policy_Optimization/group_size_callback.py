@@ -150,8 +150,8 @@ class GroupSizeCallback(TrainerCallback):
         if state.is_world_process_zero and self.measurements:
             whole = time.perf_counter() - self.began
             self._say(
-                f"{self.measurements} measurements took {self.spent:.1f} s, {self.spent / whole:.1%} of the run's {whole:.0f} s: "
-                f"{self._file(args)}"
+                f"{self.measurements} measurements took {self.spent:.1f} s, {self.spent / whole:.1%} of the run's "
+                f"{whole:.0f} s: {self._file(args)}"
             )
 
     # --- before the training ---
@@ -170,6 +170,11 @@ class GroupSizeCallback(TrainerCallback):
         own = trained_with(args)
         self.trained = Trained(self.trained.group_size or own.group_size, self.trained.prompts or own.prompts)
         self.template = getattr(args, "chat_template_kwargs", None) or {}
+        if self.rollouts == OF_TRAINER and self.trained.group_size < SMALLEST_BLOCK:
+            raise UserError(
+                f'GroupSizeCallback: rollouts="trainer": num_generations {self.trained.group_size}: at least {SMALLEST_BLOCK} '
+                "completions of a prompt are needed; give prompts and reward, which are sampled anew"
+            )
         if args.process_index == 0:
             with one_line_errors(args.output_dir, "write"):
                 Path(args.output_dir).mkdir(parents=True, exist_ok=True)

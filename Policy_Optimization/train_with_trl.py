@@ -96,7 +96,8 @@ def line_of(entry: dict) -> str:
     def shown(name: str, form: str = ".3g") -> str:
         return format(entry[f"group_size/{name}"], form) if f"group_size/{name}" in entry else "-"
 
-    ratios = [f"{entry[f'group_size/mse_{each}'] / entry['group_size/mse']:.2f}" for each in ("half", "double")]
+    half, own, double = (entry.get(f"group_size/mse{each}") for each in ("_half", "", "_double"))
+    ratios = [f"{other / own:.2f}" if own and other is not None else "-" for other in (half, double)]
     return (
         f"step {entry['step']:>5}  reward {shown('mean_reward', '.3f')}  G* {shown('G_star'):>5} "
         f"[{shown('G_star_low')}, {shown('G_star_high')}]  at least {shown('G_star_at_least'):>4}  "

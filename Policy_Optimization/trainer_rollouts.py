@@ -21,7 +21,6 @@ from torch import nn
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.dataset import Row, prompt_id
-from Gradient_evaluation.runs.measure import SMALLEST_BLOCK
 from Gradient_evaluation.runs.rewards import weighted_sum
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw
@@ -102,8 +101,8 @@ class RolloutRecorder:
         for each in functions:
             if isinstance(each, nn.Module):
                 raise UserError(
-                    f"GroupSizeCallback: rollouts='trainer' reads the tokens that TRL passes to reward functions, and the model "
-                    f"{type(each).__name__} gets none; give a function that calls it, or leave rollouts out"
+                    "GroupSizeCallback: rollouts='trainer' reads the tokens that TRL passes to reward functions, and the "
+                    f"model {type(each).__name__} gets none; give a function that calls it, or leave rollouts out"
                 )
         return [self._wrapped(number, each) for number, each in enumerate(functions)]
 
