@@ -156,10 +156,6 @@ def groups_of(
     generations: the completions of each generation in the order of the trainer's batch, over all processes. ends: ids of the
     ends of sequence. Raises UserError where the completions are no such groups.
     """
-    if size < SMALLEST_BLOCK:
-        raise UserError(
-            f"num_generations {size}: a group's Gram needs at least {SMALLEST_BLOCK} completions; leave rollouts out"
-        )
     found: dict[tuple, Group] = {}
     for rollouts in generations:
         for start in range(0, len(rollouts), size):
