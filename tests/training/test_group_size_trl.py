@@ -1,5 +1,6 @@
 """GroupSizeCallback in TRL's GRPOTrainer: its own samples, and the rollouts that the trainer has generated. Needs trl."""
 
+import os
 import random
 import subprocess
 import sys
@@ -12,11 +13,12 @@ pytest.importorskip("trl", reason="trl is not installed")
 
 from callback_runs import TINY, after, measured, same
 from datasets import Dataset
+from readme_commands import code_blocks
 from scripts import ROOT
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
-from data.make_arithmetic import make_problems
+from data.make_arithmetic import make_problems, write_jsonl
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.stats.prompts import reduce_prompts
 from Gradient_evaluation.utils import integer_reward
@@ -249,3 +251,19 @@ def test_the_example_trains_and_prints_the_group_size(rollouts, tmp_path, capsys
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     steps = [0, 1, 2] if rollouts == "own" else [0, 1]
     assert [int(line.split()[1]) for line in printed] == steps and all("G* " in line for line in printed)
+
+
+def test_the_snippet_of_the_page_runs_as_it_is_copied(tmp_path):
+    """From the root of the repository, after the demo; with two steps."""
+    (snippet,) = [
+        each for each in code_blocks((ROOT / "docs" / "training.md").read_text(), "py") if "GroupSizeCallback" in each
+    ]
+    write_jsonl(make_problems(20, seed=0), tmp_path / "outputs" / "demo" / "problems.jsonl")
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    code = snippet.replace("max_steps=100", "max_steps=2").replace("every=50", "every=2")
+    assert code.count("=2") >= 2
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = measured(tmp_path / "outputs" / "trl_demo")
+    assert [line["step"] for line in lines] == [0, 2] and all("error" not in line for line in lines)
