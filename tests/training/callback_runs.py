@@ -4,6 +4,7 @@ As a script it is one of two processes: torchrun ... tests/training/callback_run
 """
 
 import json
+import os
 import random
 import sys
 from pathlib import Path
@@ -27,6 +28,12 @@ def graded(text, ground_truth):
     """A reward that draws from every global random state, and depends on none."""
     random.random(), np.random.rand(), torch.rand(1)
     return float(text.strip() == str(ground_truth)) + 0.1 * len(text)
+
+
+def fails_in_one_process(text, ground_truth):
+    if os.environ["RANK"] == "1":
+        raise ValueError("the judge of rank 1 is down")
+    return graded(text, ground_truth)
 
 
 def noisy(rows):
@@ -115,10 +122,11 @@ def measured(out):
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     found = []
-    for name, callback in (("without", None), ("with", callback_of())):
+    for name, callback in (("without", None), ("with", callback_of()), ("failing", callback_of(fails_in_one_process))):
         trainer = trainer_of(folder / name, callback, ddp_find_unused_parameters=False)
         assert trainer.args.world_size == 2
         trainer.train()
         found.append(after(trainer))
-    same(*found)
+    same(found[0], found[1])
+    same(found[0], found[2])
     print(f"rank {trainer.args.process_index}: bit-equal")
