@@ -126,6 +126,8 @@ class GroupSizeCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, processing_class=None, **others):
         """Check what can be checked, then measure the policy that the training starts from, and tell the cost."""
+        if processing_class is None:
+            raise UserError("GroupSizeCallback: the trainer has no processing_class; give it the model's tokenizer")
         self._prepare(args, model)
         self.began, self.spent, self.measurements, self.due = time.perf_counter(), 0.0, 0, state.global_step
         if self.rollouts == OWN:

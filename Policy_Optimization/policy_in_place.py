@@ -82,6 +82,8 @@ def rows_of(prompts: Sequence[Mapping[str, Any]], count: int, seed: int) -> list
     prompts: a datasets.Dataset or a list of dictionaries with a column ``prompt`` (string or messages). Columns are kept as
     they are. Raises UserError that names the row.
     """
+    if not hasattr(prompts, "__len__"):
+        raise UserError("prompts: a stream has no length to draw from; give a list of dictionaries or a datasets.Dataset")
     rows = []
     for index in sorted(drawn(len(prompts), count, None, seed)):
         record, where = prompts[index], f"prompts, row {index + 1}"

@@ -314,6 +314,7 @@ def test_virtual_tokens_are_refused():
         (dict(rollouts="trainer"), "without both"),
         (dict(prompts=None), "give prompts and reward"),
         (dict(prompts=[]), "there are none"),
+        (dict(prompts=iter(PROBLEMS)), "a stream has no length"),
         (dict(prompts=[{"question": "1+1"}]), "row 1: no column 'prompt'"),
         (dict(prompts=[{"prompt": "1+1"}]), "takes ground_truth"),
         (dict(reward=lambda ground_truth: 0.0), "none of which is the text"),
@@ -349,6 +350,11 @@ def test_the_law_is_that_of_the_trainers_arguments():
 def test_a_trainer_that_says_nothing_of_sampling_needs_a_law(tmp_path):
     with pytest.raises(UserError, match="max_completion_length.*law=SamplingLaw"):
         trained(tmp_path, callback_of(law=None))
+    trainer = trainer_of(tmp_path)
+    trainer.callback_handler.processing_class = None
+    with pytest.raises(UserError, match="no processing_class"):
+        callback_of().attach(trainer)
+        trainer.train()
 
 
 # ------------------------------------------------------------------------------------------- rewards in this process

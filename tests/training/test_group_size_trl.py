@@ -92,7 +92,10 @@ def entries(trainer):
     ]
 
 
-SETTINGS = {"plain": {}, "reused": dict(num_iterations=2, gradient_accumulation_steps=2, gradient_checkpointing=True)}
+SETTINGS = {
+    "plain": {},
+    "reused": dict(num_iterations=2, gradient_accumulation_steps=2, gradient_checkpointing=True, temperature=0.8, top_p=0.9),
+}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
