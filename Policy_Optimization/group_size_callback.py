@@ -90,11 +90,18 @@ class GroupSizeCallback(TrainerCallback):
         sketch_dim: int = 16,
         seed: int = 0,
     ):
-        least = {"every": 1, "blocks": 1, "group_size": SMALLEST_BLOCK, "n_prompts": 1, "sketch_dim": 2}
-        given = {"every": every, "blocks": blocks, "group_size": group_size, "n_prompts": n_prompts, "sketch_dim": sketch_dim}
-        for name, value in given.items():
-            if not isinstance(value, int) or value < least[name]:
-                raise UserError(f"GroupSizeCallback: {name}={value!r}: give an integer of at least {least[name]}")
+        least = {
+            "every": (every, 1),
+            "blocks": (blocks, 1),
+            "group_size": (group_size, SMALLEST_BLOCK),
+            "n_prompts": (n_prompts, 1),
+            "sketch_dim": (sketch_dim, 2),
+            "sample_at_once": (sample_at_once or 1, 1),
+            "num_generations": (num_generations or 2, 2),
+        }
+        for name, (value, lowest) in least.items():
+            if not isinstance(value, int) or value < lowest:
+                raise UserError(f"GroupSizeCallback: {name}={value!r}: give an integer of at least {lowest}")
         if rollouts not in (OWN, OF_TRAINER):
             raise UserError(f'GroupSizeCallback: rollouts={rollouts!r}: give "{OWN}" or "{OF_TRAINER}"')
         if (rollouts == OWN) != (prompts is not None and reward is not None):
@@ -108,7 +115,7 @@ class GroupSizeCallback(TrainerCallback):
             check_ground_truths(self.rows, self.rewards)
         self.recorder = RolloutRecorder()
         self.trainer: Trainer | None = None
-        self.warned = False
+        self.audited = self.warned = False
         self.template: Mapping[str, Any] = {}
 
     def attach(self, trainer: Trainer) -> GroupSizeCallback:
@@ -214,8 +221,9 @@ class GroupSizeCallback(TrainerCallback):
             with in_place(model, self.law, self.sketch_dim, self._checkpoints(args, model)) as policy:
                 layout = policy.layout
                 for number, group in work(args, policy, tokenizer, generations):
-                    if self.measurements == 0 and not records:
+                    if not self.audited:
                         policy.audit(group)
+                        self.audited = True
                     size = self.group_size if self.rollouts == OWN else len(group.continuations)
                     records.append((number, policy.measured(group, size)))
         except Exception as caught:

@@ -1,9 +1,9 @@
 """The group size, measured on a model in the middle of its training: the policy as it stands, and the model as it was.
 
-    with in_place(model, law) as policy:                                  # rounds of sampling and scores; nothing stays
-        groups = policy.sampled(tokenizer, prompts, count, at_once, seed)
-        records = [policy.measured(group, block_size) for group in groups]
-    numbers = numbers_of(records, policy.layout, trained, seed)
+    with in_place(model, law) as policy:
+        drawn = policy.sampled(tokenizer, prompts, count, at_once, seed)     # continuations of each prompt
+        records = [policy.measured(group, block_size) for group in groups]   # Group: a prompt, continuations, rewards
+    numbers = numbers_of(records, policy.layout, sketch_dim, trained, seed)
 
 No trainer here. While the policy is entered its model is in eval mode, no parameter requires grad, and autocast is off;
 afterwards all this is as before, and so is every global random state (torch, CUDA, NumPy, Python). Prompts, continuations

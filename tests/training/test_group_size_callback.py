@@ -310,6 +310,8 @@ def test_virtual_tokens_are_refused():
     [
         (dict(every=0), "every=0: give an integer of at least 1"),
         (dict(group_size=3), "group_size=3: give an integer of at least 4"),
+        (dict(num_generations=1), "num_generations=1: give an integer of at least 2"),
+        (dict(sample_at_once=-1), "sample_at_once=-1: give an integer of at least 1"),
         (dict(rollouts="theirs"), "rollouts='theirs'"),
         (dict(rollouts="trainer"), "without both"),
         (dict(prompts=None), "give prompts and reward"),
