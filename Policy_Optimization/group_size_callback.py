@@ -120,6 +120,8 @@ class GroupSizeCallback(TrainerCallback):
 
     def attach(self, trainer: Trainer) -> GroupSizeCallback:
         """Add this callback to a trainer, and log through it. Without it (callbacks=[...]) W&B and TensorBoard get nothing."""
+        if self.trainer is trainer:
+            return self
         self.trainer = trainer
         if self.rollouts == OF_TRAINER:
             if not hasattr(trainer, "reward_funcs"):

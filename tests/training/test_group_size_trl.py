@@ -195,6 +195,14 @@ def test_a_reward_function_is_called_as_often_and_with_the_same_arguments(tmp_pa
     assert calls["with"] == calls["without"] and len(calls["with"]) == 3
 
 
+def test_a_callback_that_is_attached_twice_records_once(tmp_path):
+    callback, trainer = of_trainer(), trainer_of(tmp_path, max_steps=1)
+    callback.attach(trainer).attach(trainer)
+    trainer.train()
+    (line,) = measured(tmp_path)
+    assert line["n_continuations"] + line["n_left_out"] == 8 and trainer.callback_handler.callbacks.count(callback) == 1
+
+
 def test_async_rewards_and_generators_are_recorded_too(tmp_path):
     async def slow(completion_ids, **columns):
         return [float(len(ids)) for ids in completion_ids]
