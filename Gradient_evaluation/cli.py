@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from Gradient_evaluation.chat_template import json_object
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.own_reward import CALL_LIMIT, is_own
+from Gradient_evaluation.rewards.own_reward import CALL_LIMIT, is_own
 from Gradient_evaluation.settings import DTYPES
 from Gradient_evaluation.utils import REWARDS
 

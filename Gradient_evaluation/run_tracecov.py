@@ -10,11 +10,11 @@
     python Gradient_evaluation/run_tracecov.py --model CHECKPOINT --rollouts DIR --save_json outputs/from_rollouts
     python Gradient_evaluation/run_tracecov.py --from_grams outputs/demo/grams --K_list 2 3 5 --save_json outputs/any_K
 
-For T prompts, drawn by --seed from an oracle table or a data set, it samples M * max(K_list) continuations each and builds the
-Gram matrix of their scores over all parameters. From it follow the traces of the vanilla, GRPO and oracle estimators at every
-group size at once. Each prompt's Gram is stored as soon as it is done: run the command again and it continues, or give
---from_grams to compute other group sizes without a model. --rollouts measures continuations that are there, and samples none
-(docs/rollouts.md). The loop over prompts is in runs/tracecov.py.
+For T prompts, drawn by --seed from an oracle table or a data set, it samples M * max(K_list) continuations each (or
+--per_prompt) and builds the Gram matrix of their scores over all parameters. From it follow the traces of the vanilla, GRPO
+and oracle estimators at every group size at once. Each prompt's Gram is stored as soon as it is done: run the command again
+and it continues, or give --from_grams to compute other group sizes without a model. --rollouts measures continuations that are
+there, and samples none (docs/rollouts.md). The loop over prompts is in runs/tracecov.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ def parse_args() -> TracecovSettings:
     args = parser.parse_args()
     check_source(parser, args)
     args.K_list = group_sizes(args.K_list)
-    if not (args.from_grams or args.rollouts) and args.M * args.K_list[-1] > MOST_CONTINUATIONS:
+    if args.per_prompt and "--M" in parser.given():
+        parser.error(
+            "--M: no effect with --per_prompt, which says how many continuations of each prompt; leave one of them out"
+        )
+    if not (args.from_grams or args.rollouts or args.per_prompt) and args.M * args.K_list[-1] > MOST_CONTINUATIONS:
         parser.error(
             f"--M {args.M} times the largest of --K_list is {args.M * args.K_list[-1]} continuations of each prompt, "
             "more than memory can hold; lower one of them"
@@ -117,6 +121,12 @@ def add_prompt_flags(group) -> None:
         help="prompts, drawn at random by --seed; fewer if the table has fewer (%(default)s)",
     )
     group.add_argument("--M", type=integer(1), default=16, help="repeats at the largest group size (%(default)s)")
+    group.add_argument(
+        "--per_prompt",
+        type=integer(4, MOST_CONTINUATIONS),
+        metavar="N",
+        help="continuations of each prompt; instead of --M times the largest of --K_list, which may then be above N",
+    )
     group.add_argument(
         "--K_list", nargs="+", default=["4", "8", "16", "32", "64"], metavar="K", help="group sizes (4 8 16 32 64)"
     )

@@ -119,8 +119,8 @@ def as_record(output) -> dict:
 def sample(engine, settings: VllmSettings, tokenizer, todo: Sequence[tuple]) -> Iterator[tuple]:
     """Yield (row, prompt ids, continuations) of every (row, prompt ids) of ``todo``."""
     from Gradient_evaluation.models import checkpoint_eos
-    from Gradient_evaluation.runs.rollouts import Context
-    from Gradient_evaluation.runs.rollouts.vllm import OutputReader
+    from Gradient_evaluation.runs.inputs.rollouts import Context
+    from Gradient_evaluation.runs.inputs.rollouts.vllm import OutputReader
     from Gradient_evaluation.sampling.stop_strings import stop_token_ids
 
     ends = checkpoint_eos(settings.model, settings.revision, tokenizer, settings.trust_remote_code)
@@ -145,8 +145,8 @@ def main() -> None:
         import numpy as np
         from tqdm import tqdm
 
-        from Gradient_evaluation.runs.resume import only_writer, output_folder
-        from Gradient_evaluation.runs.rollouts.save import RolloutsFolder, begin_folder, check_folder, name_of
+        from Gradient_evaluation.runs.inputs.rollouts.save import RolloutsFolder, begin_folder, check_folder, name_of
+        from Gradient_evaluation.runs.machine.resume import only_writer, output_folder
     rows, prompts, tokenizer, law = prepare(settings)
     folder, of_run = output_folder(settings.save_rollouts), {"continuations": settings.n, "seed": settings.seed}
     identity = {**law, "script": "sample_with_vllm.py", **of_run, "dtype": settings.dtype}
@@ -174,9 +174,9 @@ def prepare(settings: VllmSettings) -> tuple[list, list, object, dict]:
     """(rows, token ids of their prompts, tokenizer, the law): all that is checked before vLLM is loaded."""
     from Gradient_evaluation.adapters import is_adapter
     from Gradient_evaluation.models import load_tokenizer, warn_of_risks, weights_digest
-    from Gradient_evaluation.runs.dataset import load_dataset_rows
-    from Gradient_evaluation.runs.prompts import chat_from, law_identity, tokenised
-    from Gradient_evaluation.runs.resume import IDENTITY, read_identity
+    from Gradient_evaluation.runs.inputs.dataset import load_dataset_rows
+    from Gradient_evaluation.runs.inputs.prompts import chat_from, law_identity, tokenised
+    from Gradient_evaluation.runs.machine.resume import IDENTITY, read_identity
 
     if is_adapter(settings.model):
         raise UserError(f"--model {settings.model}: an adapter; merge it into its base model and give that folder")

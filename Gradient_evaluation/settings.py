@@ -45,7 +45,7 @@ WITH_FROM_GRAMS_AND_ROLLOUTS = (
     "--trust_remote_code",
 )
 # The flags that have no effect with --rollouts, which brings the continuations.
-NOT_WITH_ROLLOUTS = ("--M", "--gen_bs", "--save_rollouts")
+NOT_WITH_ROLLOUTS = ("--M", "--per_prompt", "--gen_bs", "--save_rollouts")
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,7 @@ class TracecovSettings(Settings):
     rollouts: tuple[str, ...] | None
     T: int
     M: int
+    per_prompt: int | None
     K_list: tuple[int, ...]  # sorted
     gen_bs: int
     subsample_prompts: int | None
@@ -138,6 +139,11 @@ class TracecovSettings(Settings):
     save_json: str
     plot_path: str
     skip_plot: bool
+
+
+def continuations_of(settings: TracecovSettings) -> int:
+    """How many continuations of each prompt a run samples: --per_prompt, or --M times the largest of --K_list."""
+    return settings.per_prompt or settings.M * settings.K_list[-1]
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from Gradient_evaluation.chat_template import PLAIN, Chat, Messages, plain_fields, render
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.integer_answer import (
+from Gradient_evaluation.rewards.integer_answer import (
     LONGEST_INTEGER,
     check_integer_ground_truth,
     closing_braces,
@@ -30,7 +30,7 @@ from Gradient_evaluation.integer_answer import (
     parse_integer_answer,
     shorten_repr,
 )
-from Gradient_evaluation.math_worker import MATH_WORKER
+from Gradient_evaluation.rewards.math_worker import MATH_WORKER
 
 # ---------------------------------------------------------------------------------------- prompts
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from data.verl_parquet import Problem, refuse_for_verl, split_by_length
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.files import one_line_errors
+from Gradient_evaluation.runs.machine.files import one_line_errors
 from Gradient_evaluation.utils import REWARDS, normalise_prompt
 from Policy_Optimization.reward_fn import as_row, check_row, choose_reward, compute_score, resolved
 

@@ -28,10 +28,10 @@ from transformers import Trainer, TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.own_reward import check_weights, resolve_reward, reward_in_process
-from Gradient_evaluation.runs.files import append_row, one_line_errors, read_finished_rows, truncate_file
+from Gradient_evaluation.rewards.own_reward import check_weights, resolve_reward, reward_in_process
+from Gradient_evaluation.runs.inputs.rewards import RunRewards, check_ground_truths, judged
+from Gradient_evaluation.runs.machine.files import append_row, one_line_errors, read_finished_rows, truncate_file
 from Gradient_evaluation.runs.measure import SMALLEST_BLOCK
-from Gradient_evaluation.runs.rewards import RunRewards, check_ground_truths, judged
 from Gradient_evaluation.sampling.generate import eos_token_ids
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Policy_Optimization.policy_in_place import Group, Policy, Record, Trained, in_place, numbers_of, rows_of

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.own_reward import is_own
-from Gradient_evaluation.runs.rewards import resolve_rewards
+from Gradient_evaluation.rewards.own_reward import is_own
+from Gradient_evaluation.runs.inputs.rewards import resolve_rewards
 from Policy_Optimization.settings import ESTIMATORS, Settings, value_without_flag
 
 REWARD_FILE = Path(__file__).resolve().parent / "reward_fn.py"

@@ -26,7 +26,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.gram.scoring import own_modes, without_accelerate
 from Gradient_evaluation.runs.checks import check_block
-from Gradient_evaluation.runs.dataset import Row, prompt_id, to_json
+from Gradient_evaluation.runs.inputs.dataset import Row, prompt_id, to_json
 from Gradient_evaluation.runs.measure import SMALLEST_BLOCK, block_sizes
 from Gradient_evaluation.runs.plan import drawn
 from Gradient_evaluation.sampling.generate import Continuation, sample_continuations, sample_groups
@@ -34,9 +34,9 @@ from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
 from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.estimators import leave_one_out_weights
-from Gradient_evaluation.stats.group_size import group_size_law
+from Gradient_evaluation.stats.group_size.law import group_size_law
+from Gradient_evaluation.stats.group_size.sketch_pairs import Sketches, SketchPart
 from Gradient_evaluation.stats.prompts import reduce_prompts
-from Gradient_evaluation.stats.sketch_pairs import Sketches, SketchPart
 from Gradient_evaluation.utils import normalise_prompt
 
 LAW_NUMBERS = (

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 if str(Path(__file__).resolve().parents[1]) not in sys.path:  # Ray's workers start in other folders
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.integer_answer import final_reply, parse_integer_answer
-from Gradient_evaluation.own_reward import CALL_LIMIT, Reward, check_weights, is_own, resolve_reward
-from Gradient_evaluation.runs.dataset import packed_columns, to_json, with_packed_columns
+from Gradient_evaluation.rewards.integer_answer import final_reply, parse_integer_answer
+from Gradient_evaluation.rewards.own_reward import CALL_LIMIT, Reward, check_weights, is_own, resolve_reward
+from Gradient_evaluation.runs.inputs.dataset import packed_columns, to_json, with_packed_columns
 from Gradient_evaluation.utils import REWARDS, last_boxed, parse_last_integer
 
 DATA_SOURCES = {
@@ -93,7 +93,7 @@ def resolved(chosen: Chosen) -> list[Reward]:
 
 
 def as_row(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any] | None) -> SimpleNamespace:
-    """The row as the evaluation would have it (runs/dataset.py Row), of what VERL tells of it; prompt None where it does not.
+    """The row (runs/inputs/dataset.py) as the evaluation would have it, of what VERL tells of it; prompt None without one.
 
     The columns are those that prepare_parquet.py has packed, or the fields of another program's extra_info.
     """

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from data.verl_parquet import message_type
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.dataset import prompt_id, with_packed_columns
+from Gradient_evaluation.runs.inputs.dataset import prompt_id, with_packed_columns
 from Gradient_evaluation.sampling.stop_strings import decode_text
 from Gradient_evaluation.utils import normalise_prompt
 from Policy_Optimization.reward_fn import json_fields

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import urlparse
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.files import one_line_errors, write_bytes_atomic, write_json
+from Gradient_evaluation.runs.machine.files import one_line_errors, write_bytes_atomic, write_json
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CACHES = {  # where libraries would write into the home folder

@@ -26,7 +26,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 if str(Path(__file__).resolve().parents[1]) not in sys.path:  # Ray's workers start in other folders
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.models import checkpoint_eos, load_tokenizer
-from Gradient_evaluation.runs.files import one_line_errors, write_bytes_atomic
+from Gradient_evaluation.runs.machine.files import one_line_errors, write_bytes_atomic
 from Policy_Optimization.rollout_rows import FIELDS, as_lists, rollout_rows, step_file, to_parquet
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from Gradient_evaluation.chat_template import json_object
 from Gradient_evaluation.cli import LARGEST, Parser, integer, number, reward_name
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.own_reward import CALL_LIMIT, check_weights
+from Gradient_evaluation.rewards.own_reward import CALL_LIMIT, check_weights
 from Gradient_evaluation.utils import REWARDS
 
 ESTIMATORS = {  # name -> (adv_estimator, loss_agg_mode)

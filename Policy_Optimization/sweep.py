@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.cli import Parser, group_sizes, importing, integer, run
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.files import one_line_errors, write_json
+from Gradient_evaluation.runs.machine.files import one_line_errors, write_json
 from Policy_Optimization.overrides import training_law
 from Policy_Optimization.settings import BUDGETS, value_without_flag
 
@@ -73,7 +73,7 @@ def check_same_law(results: Mapping[str, Any], name: str, training: Mapping[str,
     The recommended group size belongs to the distribution that was measured. Another temperature, top_p, token limit, model,
     reward or chat template has another one. Under ``allow_mismatch`` a difference is a warning.
     """
-    from Gradient_evaluation.runs.oracle_table import ADDED_LATER
+    from Gradient_evaluation.runs.inputs.oracle_table import ADDED_LATER
 
     law = results.get("law")
     if not isinstance(law, Mapping):
@@ -191,7 +191,7 @@ def choose_sizes(settings: SweepSettings, budgets: Mapping[str, int]) -> list[in
         raise UserError("--recommended and --group_sizes: give one of them")
     if settings.recommended:
         with importing():
-            from Gradient_evaluation.runs.results import load_results
+            from Gradient_evaluation.runs.results.results_file import load_results
         results = load_results(settings.recommended)
         sizes = recommended_sizes(results, settings.recommended, list(budgets.values()))
         law = training_law(os.environ, settings.passed)

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.make_arithmetic import MAX_PROBLEMS, make_problems
 from Gradient_evaluation.cli import Parser, group_sizes, importing, integer, number, run
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.files import write_json
+from Gradient_evaluation.runs.machine.files import write_json
 
 NOT_STORED = ("model", "group_sizes", "seeds", "results", "out", "threads", "overwrite", "quiet")
 
@@ -85,7 +85,7 @@ def summarise(runs: dict, sizes: Sequence[int], budget: int, group_size_law: dic
     """Rows {G, B, seeds, held_out_reward, standard_error, train_reward, silent_share, predicted_mse}, one per G."""
     import numpy as np
 
-    from Gradient_evaluation.runs.report import budget_table
+    from Gradient_evaluation.runs.results.report import budget_table
 
     predicted = {row["G"]: row["mse"] for row in budget_table(group_size_law, budget)} if group_size_law else {}
     rows = []
@@ -116,7 +116,7 @@ def table(rows: list[dict], start: float) -> str:
 
 def load_group_size_law(path: str, settings: dict) -> dict:
     """The group_size_law of a results JSON; a note on stderr where its sampling law or its model is another one."""
-    from Gradient_evaluation.runs.results import check_group_size_law, load_results
+    from Gradient_evaluation.runs.results.results_file import check_group_size_law, load_results
 
     results = load_results(path)
     check_group_size_law(results.get("group_size_law"), path)

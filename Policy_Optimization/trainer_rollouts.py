@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.dataset import Row, prompt_id
-from Gradient_evaluation.runs.rewards import weighted_sum
+from Gradient_evaluation.runs.inputs.dataset import Row, prompt_id
+from Gradient_evaluation.runs.inputs.rewards import weighted_sum
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.utils import normalise_prompt

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.dataset import to_json
+from Gradient_evaluation.runs.inputs.dataset import to_json
 from Gradient_evaluation.utils import REWARDS, last_boxed
 
 

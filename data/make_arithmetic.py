@@ -32,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.cli import Parser, integer, run
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.files import one_line_errors, to_json_line, write_bytes_atomic
+from Gradient_evaluation.runs.machine.files import one_line_errors, to_json_line, write_bytes_atomic
 
 KINDS = ("two_step", "three_step", "multiplication", "division", "parentheses")
 STYLES = ("zero_shot", "few_shot")

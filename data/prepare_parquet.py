@@ -36,9 +36,9 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.chat_template import FLAG, json_object
 from Gradient_evaluation.cli import Parser, importing, integer, number, run
-from Gradient_evaluation.own_reward import CALL_LIMIT, check_weights
-from Gradient_evaluation.runs.dataset import SUFFIXES
-from Gradient_evaluation.runs.files import one_line_errors, write_bytes_atomic
+from Gradient_evaluation.rewards.own_reward import CALL_LIMIT, check_weights
+from Gradient_evaluation.runs.inputs.dataset import SUFFIXES
+from Gradient_evaluation.runs.machine.files import one_line_errors, write_bytes_atomic
 from Policy_Optimization.settings import reward_of_a_run, weight
 
 GSM8K_REQUEST = "Reason step by step, then give the final answer alone on the last line after ####."

@@ -34,7 +34,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from data.make_arithmetic import KINDS, draw_problem, write_prompt
 from Gradient_evaluation.cli import Parser, integer, number, run
-from Gradient_evaluation.runs.files import one_line_errors
+from Gradient_evaluation.runs.machine.files import one_line_errors
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"  # the names Qwen gives them
 CHAT_TEMPLATE = (

@@ -16,8 +16,8 @@ from tqdm import tqdm
 from data.answers import answer_of
 from Gradient_evaluation.chat_template import FLAG, check_variables, tool_schemas, verl_text
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.own_reward import check_weights, is_own
-from Gradient_evaluation.runs.dataset import Record, prompt_id, read_records, to_json, warn_on_stderr
+from Gradient_evaluation.rewards.own_reward import check_weights, is_own
+from Gradient_evaluation.runs.inputs.dataset import Record, prompt_id, read_records, to_json, warn_on_stderr
 from Gradient_evaluation.utils import Messages, normalise_prompt
 from Policy_Optimization.reward_fn import Chosen, as_row, check_row, resolved
 

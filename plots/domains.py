@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.results import counted, curve_of, label_in
+from Gradient_evaluation.runs.results.results_file import counted, curve_of, label_in
 from plots.style import bars_of, finish, group_size_axis, new_ax, new_figure, note, numbered
 from plots.tracecov import plot_tracecov
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.results import check_group_size_law, counted
+from Gradient_evaluation.runs.results.results_file import check_group_size_law, counted
 from plots.style import Curve, finish, group_size_axis, new_ax, short_lines
 
 MSE = Curve("predicted MSE", "#0072B2", "", "-")

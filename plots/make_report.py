@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.cli import Parser, importing, run
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.files import one_line_errors, write_bytes_atomic
+from Gradient_evaluation.runs.machine.files import one_line_errors, write_bytes_atomic
 
 NOTEBOOK = Path(__file__).resolve().parent / "results.ipynb"
 
@@ -148,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with importing():
         for package in ("matplotlib", "nbclient", "nbconvert"):  # found missing now, not after half a minute
             importlib.import_module(package)
-        from Gradient_evaluation.runs.results import in_one_line, load_results
+        from Gradient_evaluation.runs.results.results_file import in_one_line, load_results
 
     reported, *_ = [load_results(path) for path in flags.results]
     for path in flags.training:

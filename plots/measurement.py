@@ -18,8 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.results import counted, load_results
+from Gradient_evaluation.runs.machine import gram_store
+from Gradient_evaluation.runs.results.results_file import counted, load_results
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.estimators import ESTIMATORS, Moments, moments_of

@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.ticker import FixedLocator, NullLocator
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.results import DRAWN, counted, curve_of, label_in
+from Gradient_evaluation.runs.results.results_file import DRAWN, counted, curve_of, label_in
 from plots.measurement import Measurement
 from plots.style import COLOURS, CURVES, bars_of, finish, group_size_axis, new_ax, note
 from plots.tracecov import look_in, sample_sizes, why_missing

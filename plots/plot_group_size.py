@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", type=integer(2), help="continuations per step, for the MSE itself")
     flags = parser.parse_args(arguments)
     with importing():
-        from Gradient_evaluation.runs.results import check_group_size_law, load_results
+        from Gradient_evaluation.runs.results.results_file import check_group_size_law, load_results
         from plots.group_size import HEIGHT, plot_group_size
         from plots.style import save_figure, side_by_side
 

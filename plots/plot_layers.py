@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.results import PUBLISHED, counted, label_in
+from Gradient_evaluation.runs.results.results_file import PUBLISHED, counted, label_in
 from plots.style import Curve, finish, new_ax, note, numbered
 from plots.tracecov import look_in, why_missing
 

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.cli import Parser, importing, run
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.files import read_finished_rows
+from Gradient_evaluation.runs.machine.files import read_finished_rows
 
 HEIGHT = 3.8  # inches: the legends stand below the curves
 NEEDED = ("step", "c1", "c2", "c3", "G_star", "G_star_ci95", "G_star_at_least", "almost_best", "mean_reward")

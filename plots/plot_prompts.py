@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.results import PUBLISHED
+from Gradient_evaluation.runs.results.results_file import PUBLISHED
 from Gradient_evaluation.stats.estimators import moments_of
 from Gradient_evaluation.stats.missing import Missing
 from plots.measurement import Measurement, Scores

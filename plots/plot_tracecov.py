@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--by_estimator", action="store_true", help=by_estimator)
     flags = parser.parse_args(arguments)
     with importing():
-        from Gradient_evaluation.runs.results import load_results
+        from Gradient_evaluation.runs.results.results_file import load_results
         from plots.style import save_figure, side_by_side
         from plots.tracecov import plot_by_estimator, plot_tracecov
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from Gradient_evaluation.cli import Parser, importing, integer, run
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.files import write_json
+from Gradient_evaluation.runs.machine.files import write_json
 from plots.training_logs import Run, load_runs
 
 HEIGHT = 3.8  # inches: the legend stands below the curves

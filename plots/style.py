@@ -19,7 +19,7 @@ from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, StrMethodFormatter
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.files import one_line_errors, write_bytes_atomic
+from Gradient_evaluation.runs.machine.files import one_line_errors, write_bytes_atomic
 from Gradient_evaluation.stats.estimators import label_of
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from Gradient_evaluation.runs.results import DRAWN, FLOOR, counted, curve_of, describe, describe_each, label_in
+from Gradient_evaluation.runs.results.results_file import DRAWN, FLOOR, counted, curve_of, describe, describe_each, label_in
 from Gradient_evaluation.stats.estimators import label_of
 from plots.style import (
     CURVES,

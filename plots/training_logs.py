@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.files import one_line_errors
+from Gradient_evaluation.runs.machine.files import one_line_errors
 
 VALIDATION = re.compile(r"val-core/.+/(acc|reward)/mean@\d+")  # VERL logs the reward there where rewards have no acc
 NAME = re.compile(r"(?:^|[_\W])g(?:roup_size)?[_=]?(\d+)(?=$|[_\W])", re.IGNORECASE)

@@ -13,10 +13,10 @@ import numpy as np
 
 from Gradient_evaluation.stats.blocks import PairMoments
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
-from Gradient_evaluation.stats.group_size import group_size_law
+from Gradient_evaluation.stats.group_size.law import group_size_law
+from Gradient_evaluation.stats.group_size.sketch_pairs import Sketches
 from Gradient_evaluation.stats.prompts import PromptMoments, reduce_prompts
 from Gradient_evaluation.stats.silent_groups import RewardCounts
-from Gradient_evaluation.stats.sketch_pairs import Sketches
 from Gradient_evaluation.stats.summary import summarise
 
 

@@ -42,7 +42,7 @@ from data.make_arithmetic import make_problems
 from Gradient_evaluation.cli import Parser, integer, run
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.models import load_model, load_tokenizer, resolve_device, resolve_dtype
-from Gradient_evaluation.runs.memory import tune_allocator
+from Gradient_evaluation.runs.machine.memory import tune_allocator
 from Gradient_evaluation.sampling.generate import eos_token_ids, sample_continuations
 from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
 from Gradient_evaluation.sampling.log_probs import log_probs

@@ -18,7 +18,7 @@ from tiny_models import (
 from data.make_arithmetic import make_problems, write_jsonl
 from Gradient_evaluation.models import resolve_device
 from Gradient_evaluation.runs.checks import self_audit
-from Gradient_evaluation.runs.memory import Batch, limited_memory
+from Gradient_evaluation.runs.machine.memory import Batch, limited_memory
 from Gradient_evaluation.sampling.generate import sample_continuations
 from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
 

@@ -35,7 +35,7 @@ GRAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 @dataclass(frozen=True)
 class Block:
     """What one block gives. gram: (B, B) float64; log_probs: (B,) float64; by_module: (modules, B, B) float64,
-    in the order of ``ScoreGram.modules``, adding up to gram, None unless asked for; sketch: (E, S) float32, the
+    in the order of ``ScoreGram.modules``, adding up to gram, None unless asked for; sketch: (E, S) float32 or float64, the
     sketches of sum_i weights_ei g_i, None without a sketch.
     """
 
@@ -159,7 +159,7 @@ class ScoreGram:
                 raise FloatingPointError("a log-prob or a score product is not finite")
             sketch = None
             if sketches is not None:
-                sketch = torch.cat([sketches.sums[key].float() for key in self.parameters], dim=1).cpu().numpy()
+                sketch = torch.cat([sketches.sums[key] for key in self.parameters], dim=1).cpu().numpy()
             return Block(gram, values, self._by_module(by_parameter) if by_module else None, sketch)
 
     def audit(self, prompt_ids: Sequence[int], continuations: Sequence[Sequence[int]], masks=None) -> dict:

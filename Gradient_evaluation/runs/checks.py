@@ -33,7 +33,7 @@ import torch
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.forward import is_out_of_memory
 from Gradient_evaluation.gram.score_gram import ScoreGram
-from Gradient_evaluation.runs.memory import release_memory
+from Gradient_evaluation.runs.machine.memory import release_memory
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw, kept_tokens
 from Gradient_evaluation.sampling.log_probs import log_probs

@@ -10,19 +10,19 @@ import numpy as np
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.runs.checks import check_block, check_sampler, in_float32, self_audit
-from Gradient_evaluation.runs.gram_store import GramRecord, scalar_columns
-from Gradient_evaluation.runs.memory import Batch
-from Gradient_evaluation.runs.oracle_table import OracleRow, oracle_components
-from Gradient_evaluation.runs.prompts import sampling_law
-from Gradient_evaluation.runs.rewards import Rewards
-from Gradient_evaluation.runs.rollouts.compare import Comparison, importance_weights
+from Gradient_evaluation.runs.inputs.oracle_table import OracleRow, oracle_components
+from Gradient_evaluation.runs.inputs.prompts import sampling_law
+from Gradient_evaluation.runs.inputs.rewards import Rewards
+from Gradient_evaluation.runs.inputs.rollouts.compare import Comparison, importance_weights
+from Gradient_evaluation.runs.machine.gram_store import GramRecord, scalar_columns
+from Gradient_evaluation.runs.machine.memory import Batch
 from Gradient_evaluation.runs.source import Sampled, Stored
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.log_probs import log_probs
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats.estimators import group_rules, leave_one_out_weights, sketch_weights, sketched_names
-from Gradient_evaluation.stats.modules import layer_moments
+from Gradient_evaluation.stats.modules import layer_moments, mean_moments
 from Gradient_evaluation.stats.prompts import cross_fitted_oracle
 
 SMALLEST_BLOCK = 4  # an unbiased estimate of ||theta||^2 needs four continuations in a block
@@ -118,11 +118,17 @@ class Measurement:
 
         return in_float32(self.model, check, "the comparison of sampler and scorer")
 
-    def measure(self, row: OracleRow, prompt_ids: list[int], index: int) -> GramRecord:
-        """The record of one prompt, ``index`` its row among the prompts. FloatingPointError: not finite."""
-        drawn, rewards, n_left_out = self.source.draw(row, prompt_ids)
+    def measure(self, row: OracleRow, prompt_ids: list[int], index: int, first: int = 0) -> GramRecord:
+        """The record of one prompt, ``index`` its row among the prompts, of its continuations from number ``first`` on.
+
+        Raises FloatingPointError where something is not finite.
+        """
+        drawn, rewards, n_left_out = self.source.draw(row, prompt_ids, first)
         if len(drawn) < SMALLEST_BLOCK:
-            count, more = len(drawn) + n_left_out, "raise --M" if self.source.is_sampled else "give more rollouts of it"
+            count, more = (
+                len(drawn) + n_left_out,
+                "raise --M or --per_prompt" if self.source.is_sampled else "give more rollouts of it",
+            )
             raise UserError(
                 f"{row.where}: only {len(drawn)} of {count} continuations have a reward (the others None); at least "
                 f"{SMALLEST_BLOCK} are needed: {more}, remove the row, or let a reward take it"
@@ -181,16 +187,17 @@ class Measurement:
                 sketches.append(block.sketch)
             if self.settings.by_layer:
                 moments.append(layer_moments(block.by_module, rewards.total[part]))
-        sketch, ends = np.mean(sketches, axis=0) if sketches else None, np.cumsum([len(gram) for gram in grams])
+        sizes = [len(gram) for gram in grams]
+        sketch = np.average(sketches, axis=0, weights=sizes).astype(sketches[0].dtype) if sketches else None
         return {
             "lengths": lengths,
             "grams": grams,
             "log_probs": np.concatenate(values),
             "modules": self.gram.modules if moments else None,
-            "module_moments": np.mean(moments, axis=0) if moments else None,
+            "module_moments": mean_moments(moments, [[size] for size in sizes]) if moments else None,
             "sketch": sketch[: len(names)] if names else None,
             "component_sketch": sketch[len(names) :] if names and self.several else None,
-            "module_oracle": _module_oracle(row, moments, np.split(rewards.total, ends[:-1])),
+            "module_oracle": _module_oracle(row, moments, np.split(rewards.total, np.cumsum(sizes)[:-1])),
             "sketch_names": names,
             "sketch_layout": np.array(self.gram.sketch.layout, dtype=np.int64) if names else None,
         }

@@ -15,27 +15,22 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.models import fingerprint, load_tokenizer, model_label, resolve_dtype, warn_of_risks, weights_digest
 from Gradient_evaluation.runs.checks import check_sampler, in_float32
-from Gradient_evaluation.runs.dataset import Row, load_dataset_rows
-from Gradient_evaluation.runs.files import append_row
-from Gradient_evaluation.runs.memory import Batch, limited_memory
-from Gradient_evaluation.runs.oracle_table import GRADED, N_LEFT_OUT, V_COMPONENTS, ZERO_ONE, jeffreys_columns
-from Gradient_evaluation.runs.processes import Processes, Progress
-from Gradient_evaluation.runs.prompts import chat_from, load_policy, run_identity, sampling_law, tokenised
-from Gradient_evaluation.runs.resume import (
+from Gradient_evaluation.runs.inputs.begun_table import continue_table, left_rows, part_of, remove_table, write_table
+from Gradient_evaluation.runs.inputs.dataset import Row, finite_at, load_dataset_rows
+from Gradient_evaluation.runs.inputs.oracle_table import GRADED, N_LEFT_OUT, V_COMPONENTS, ZERO_ONE, jeffreys_columns
+from Gradient_evaluation.runs.inputs.prompts import chat_from, load_policy, run_identity, sampling_law, tokenised
+from Gradient_evaluation.runs.inputs.rewards import Rewards, RunRewards, check_ground_truths, judged, resolve_rewards
+from Gradient_evaluation.runs.inputs.rollouts.save import RolloutsFolder, begin_folder, check_folder, note_missing
+from Gradient_evaluation.runs.machine.files import append_row
+from Gradient_evaluation.runs.machine.memory import Batch, limited_memory
+from Gradient_evaluation.runs.machine.processes import Processes, Progress
+from Gradient_evaluation.runs.machine.resume import (
     check_fingerprint,
     check_same_weights,
-    continue_table,
-    finite_at,
-    left_rows,
     only_writer,
     output_folder,
-    part_of,
-    remove_table,
     saved_on_interrupt,
-    write_table,
 )
-from Gradient_evaluation.runs.rewards import Rewards, RunRewards, check_ground_truths, judged, resolve_rewards
-from Gradient_evaluation.runs.rollouts.save import RolloutsFolder, begin_folder, check_folder, note_missing
 from Gradient_evaluation.sampling.generate import sample_continuations
 from Gradient_evaluation.sampling.law import uniforms
 from Gradient_evaluation.sampling.log_probs import log_probs

@@ -18,13 +18,15 @@ import torch
 
 from Gradient_evaluation.chat_template import Chat
 from Gradient_evaluation.models import weights_digest
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.dataset import Row
-from Gradient_evaluation.runs.domains import column_values
-from Gradient_evaluation.runs.inputs import identity_of_rollouts, inputs_of, law_of_run, other_rewards, path_for_messages
-from Gradient_evaluation.runs.measure import block_sizes, planned_block_size
-from Gradient_evaluation.runs.prompts import chat_from, tokenised
-from Gradient_evaluation.runs.resume import (
+from Gradient_evaluation.runs.grow import counts_of, still_needed
+from Gradient_evaluation.runs.inputs.dataset import Row
+from Gradient_evaluation.runs.inputs.domains import column_values
+from Gradient_evaluation.runs.inputs.of_run import identity_of_rollouts, inputs_of, law_of_run, other_rewards, path_for_messages
+from Gradient_evaluation.runs.inputs.prompts import chat_from, tokenised
+from Gradient_evaluation.runs.inputs.rewards import RunRewards
+from Gradient_evaluation.runs.inputs.rollouts.save import begin_folder, check_first, check_folder, note_missing
+from Gradient_evaluation.runs.machine import gram_store
+from Gradient_evaluation.runs.machine.resume import (
     IDENTITY,
     check_fingerprint,
     check_identity,
@@ -35,15 +37,14 @@ from Gradient_evaluation.runs.resume import (
     read_identity,
     refuse_difference,
 )
-from Gradient_evaluation.runs.rewards import RunRewards
-from Gradient_evaluation.runs.rollouts.save import begin_folder, check_folder, note_missing
-from Gradient_evaluation.runs.summaries import check_allocation
+from Gradient_evaluation.runs.measure import block_sizes, planned_block_size
+from Gradient_evaluation.runs.results.summaries import check_allocation
 from Gradient_evaluation.sampling.rollouts import Rollouts
-from Gradient_evaluation.settings import TracecovSettings
+from Gradient_evaluation.settings import TracecovSettings, continuations_of
 from Gradient_evaluation.stats.estimators import extra_rollouts, sketched_names
 
 # Flags that decide the blocks and the prompts. run.json stores them beside the identity, for messages and --from_grams.
-STORED_FLAGS = ("T", "M", "K_list", "block_size", "estimators", "subsample_prompts")
+STORED_FLAGS = ("T", "M", "per_prompt", "K_list", "block_size", "estimators", "subsample_prompts")
 
 
 def stored_flags(settings: TracecovSettings) -> dict:
@@ -66,7 +67,7 @@ class Plan(NamedTuple):
     grams: Path  # folder of the Gram files
     identity: dict  # of the run, without the fingerprint of the weights
     chosen: list[Chosen]  # in the order in which they were drawn
-    todo: list[Chosen]  # those without a Gram file
+    todo: list[Chosen]  # those without a Gram file, or with one of too few continuations
     n_long: int  # prompts that are too long and left out
     law: dict  # of the continuations: run_identity
     rewards: RunRewards | None  # None where they stand in the files of rollouts
@@ -104,12 +105,14 @@ def choose_rows(
 
 def prepare(settings: TracecovSettings, dtype: torch.dtype, locks: ExitStack) -> Plan:
     """Do everything that needs no model, above all the checks. ``locks`` takes the lock on the Gram files."""
-    largest = planned_block_size(settings)
-    sizes = None if settings.rollouts else block_sizes(settings.M * settings.K_list[-1], largest)
-    inputs = inputs_of(settings)
-    tokenizer, stored = inputs.tokenizer, inputs.stored
     path = Path(settings.save_json) / "grams" / IDENTITY
     earlier = [read_identity(path)] if path.exists() and not settings.overwrite else []
+    largest = planned_block_size(settings)
+    if not settings.rollouts:  # a folder keeps the block size with which it was begun
+        largest = settings.block_size or (earlier[0].get("largest_block") if earlier else None) or largest
+        block_sizes(continuations_of(settings), largest)
+    inputs = inputs_of(settings)
+    tokenizer, stored = inputs.tokenizer, inputs.stored
     chat = chat_from(settings, tokenizer, [*(row.columns for row in inputs.rows), inputs.said, *earlier])
     law, rows = law_of_run(inputs, settings, chat)
     chosen, n_long = choose_rows(rows, settings, tokenizer, chat, stored)
@@ -118,7 +121,7 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, locks: ExitStack) ->
     if settings.by:
         columns = [gram_store.scalar_columns(each.row.columns) for each in chosen]
         column_values(settings.by, columns, path_for_messages(settings))
-    beside = {**identity_beside_the_law(settings, sizes), **identity_of_rollouts(inputs, settings, largest)}
+    beside = {**identity_beside_the_law(settings), **identity_of_rollouts(inputs, settings, largest)}
     identity = {**law, **beside, "dtype": str(dtype).split(".")[-1]}
     grams = output_folder(settings.save_json) / "grams"
     locks.enter_context(only_writer(grams))
@@ -135,29 +138,31 @@ def prepare(settings: TracecovSettings, dtype: torch.dtype, locks: ExitStack) ->
             made_under = found
         else:
             refuse_difference(str(grams / IDENTITY), found, identity, stored_flags(settings))
+        todo = todo if settings.rollouts else still_needed(grams, chosen, settings)
         note_older_choice(grams, found, chosen)
     if stored is not None:
         stored = {each.row.prompt_id: stored[each.row.prompt_id] for each in chosen}
     if settings.save_rollouts:
         locks.enter_context(only_writer(output_folder(settings.save_rollouts)))
         check_folder(settings.save_rollouts, sampled_by(law, identity, settings), settings.overwrite)
+        if not settings.overwrite:
+            check_first(settings.save_rollouts, counts_of(grams, [each.row.prompt_id for each in todo]))
         note_missing(settings.save_rollouts, {each.row.prompt_id for each in chosen} - {each.row.prompt_id for each in todo})
     return Plan(grams, identity, chosen, todo, n_long, law, inputs.rewards, stored, inputs.left_out, made_under)
 
 
 def sampled_by(law: dict, identity: dict, settings: TracecovSettings) -> dict:
     """The identity of a folder of --save_rollouts: all that decides what is sampled, and how much of it."""
-    count = {"script": "run_tracecov.py", "continuations": settings.M * settings.K_list[-1]}
+    count = {"script": "run_tracecov.py", "continuations": continuations_of(settings)}
     return {**law, **count, "seed": identity["seed"], "dtype": identity["dtype"]}
 
 
-def identity_beside_the_law(settings: TracecovSettings, sizes: list[int] | None) -> dict:
-    """The entries of a run's identity that say how its Grams are made, in blocks of ``sizes``, which rollouts do not fix."""
+def identity_beside_the_law(settings: TracecovSettings) -> dict:
+    """The entries of a run's identity that say how its Grams are made, which rollouts do not fix."""
     sketched = sketched_names(settings.estimators) if settings.sketch_dim else []
     return {
         "seed": settings.seed,
         "scoring": settings.scoring,
-        "block_sizes": sizes,
         "params": settings.params,
         "by_layer": settings.by_layer,
         "sketch_dim": settings.sketch_dim,

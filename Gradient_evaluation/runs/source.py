@@ -14,16 +14,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from Gradient_evaluation.runs.dataset import Row
-from Gradient_evaluation.runs.memory import Batch
-from Gradient_evaluation.runs.prompts import sampling_law
-from Gradient_evaluation.runs.rewards import Rewards, RunRewards, judged
-from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
-from Gradient_evaluation.runs.rollouts.stored import rewards_of_rollouts
+from Gradient_evaluation.runs.inputs.dataset import Row
+from Gradient_evaluation.runs.inputs.prompts import sampling_law
+from Gradient_evaluation.runs.inputs.rewards import Rewards, RunRewards, judged
+from Gradient_evaluation.runs.inputs.rollouts.save import RolloutsFolder
+from Gradient_evaluation.runs.inputs.rollouts.stored import rewards_of_rollouts
+from Gradient_evaluation.runs.machine.memory import Batch
 from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
 from Gradient_evaluation.sampling.law import uniforms
 from Gradient_evaluation.sampling.rollouts import Rollouts
-from Gradient_evaluation.settings import TracecovSettings
+from Gradient_evaluation.settings import TracecovSettings, continuations_of
 from Gradient_evaluation.stats.estimators import extra_rollouts
 
 
@@ -46,14 +46,14 @@ class Sampled:
 
     def count_of(self, row: Row) -> int:
         """How many continuations of the prompt are measured."""
-        return self.settings.M * self.settings.K_list[-1]
+        return continuations_of(self.settings)
 
-    def draw(self, row: Row, prompt_ids: Sequence[int]) -> tuple[list[Continuation], Rewards, int]:
-        """(the continuations that have a reward, their rewards, how many have none and are left out)."""
-        drawn = self._sample("tracecov", row, prompt_ids, self.count_of(row))
+    def draw(self, row: Row, prompt_ids: Sequence[int], first: int = 0) -> tuple[list[Continuation], Rewards, int]:
+        """(the continuations that have a reward, their rewards, how many have none and are left out), from number ``first``."""
+        drawn = self._sample("tracecov", row, prompt_ids, self.count_of(row) - first, first)
         rewards = judged(drawn, row, self.rewards)
         if self.folder is not None:
-            self.folder.save(row, prompt_ids, drawn, rewards.total, self.rewards.by_name(rewards))
+            self.folder.save(row, prompt_ids, drawn, rewards.total, self.rewards.by_name(rewards), first)
         return with_rewards(drawn, rewards)
 
     def for_audit(self, row: Row, prompt_ids: Sequence[int], count: int) -> list[Continuation]:
@@ -74,8 +74,8 @@ class Sampled:
             "greedy_components": components if self.rewards.are_several else None,
         }
 
-    def _sample(self, purpose: str, row: Row, prompt_ids: Sequence[int], count: int) -> list[Continuation]:
-        u = uniforms(self.settings.seed, purpose, row.prompt_id, 0, count, self.settings.max_new_tokens)
+    def _sample(self, purpose: str, row: Row, prompt_ids: Sequence[int], count: int, first: int = 0) -> list[Continuation]:
+        u = uniforms(self.settings.seed, purpose, row.prompt_id, first, count, self.settings.max_new_tokens)
 
         def sample(size: int) -> list[Continuation]:
             return sample_continuations(self.model, self.tokenizer, prompt_ids, u, sampling_law(self.settings), size)
@@ -95,8 +95,8 @@ class Stored:
         """How many continuations of the prompt are measured."""
         return len(self.rollouts[row.prompt_id].continuations)
 
-    def draw(self, row: Row, prompt_ids: Sequence[int]) -> tuple[list[Continuation], Rewards, int]:
-        """As ``Sampled.draw``. The rewards are those of the file, or under --reward new ones."""
+    def draw(self, row: Row, prompt_ids: Sequence[int], first: int = 0) -> tuple[list[Continuation], Rewards, int]:
+        """As ``Sampled.draw``, always from the first. The rewards are those of the file, or under --reward new ones."""
         rollouts = self.rollouts[row.prompt_id]
         return with_rewards(list(rollouts.continuations), rewards_of_rollouts(rollouts, self.rewards))
 

@@ -15,32 +15,33 @@ import torch
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import fingerprint, model_label, resolve_dtype
-from Gradient_evaluation.own_reward import check_weights
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.by_reward import reweighted
-from Gradient_evaluation.runs.files import write_json
-from Gradient_evaluation.runs.inputs import REWARDS, inputs_of
-from Gradient_evaluation.runs.measure import Measurement, score_gram
-from Gradient_evaluation.runs.memory import limited_memory
-from Gradient_evaluation.runs.oracle_table import oracle_components
-from Gradient_evaluation.runs.plan import Plan, begin, is_measured, prepare
-from Gradient_evaluation.runs.processes import Processes, Progress
-from Gradient_evaluation.runs.prompts import load_policy
-from Gradient_evaluation.runs.report import group_size_report, report
-from Gradient_evaluation.runs.results import finished_results, results_path, versions, write_results
-from Gradient_evaluation.runs.resume import (
+from Gradient_evaluation.rewards.own_reward import check_weights
+from Gradient_evaluation.runs.grow import have_more, note_unequal, whole_record
+from Gradient_evaluation.runs.inputs.dataset import finite_at
+from Gradient_evaluation.runs.inputs.of_run import REWARDS, inputs_of
+from Gradient_evaluation.runs.inputs.oracle_table import oracle_components
+from Gradient_evaluation.runs.inputs.prompts import load_policy
+from Gradient_evaluation.runs.inputs.rollouts.from_text import retokenised_share
+from Gradient_evaluation.runs.inputs.rollouts.reward_again import rewarded_again, why_no_sketch
+from Gradient_evaluation.runs.inputs.rollouts.save import RolloutsFolder
+from Gradient_evaluation.runs.machine import gram_store
+from Gradient_evaluation.runs.machine.files import write_json
+from Gradient_evaluation.runs.machine.memory import limited_memory
+from Gradient_evaluation.runs.machine.processes import Processes, Progress
+from Gradient_evaluation.runs.machine.resume import (
     CHECKS,
     IDENTITY,
-    finite_at,
     only_writer,
     output_folder,
     read_checks,
     read_identity,
     saved_on_interrupt,
 )
-from Gradient_evaluation.runs.rollouts.from_text import retokenised_share
-from Gradient_evaluation.runs.rollouts.reward_again import rewarded_again, why_no_sketch
-from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
+from Gradient_evaluation.runs.measure import Measurement, score_gram
+from Gradient_evaluation.runs.plan import Plan, begin, is_measured, prepare
+from Gradient_evaluation.runs.results.by_reward import reweighted
+from Gradient_evaluation.runs.results.report import group_size_report, report
+from Gradient_evaluation.runs.results.results_file import finished_results, results_path, versions, write_results
 from Gradient_evaluation.runs.source import Sampled, Stored
 from Gradient_evaluation.settings import WITH_FROM_GRAMS, WITH_FROM_GRAMS_AND_ROLLOUTS, TracecovSettings
 
@@ -73,7 +74,7 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
     processes.from_first(begin, plan, settings, fingerprints)
     gram = score_gram(model, settings)
     source = source_of(plan, settings, model, tokenizer, fingerprints[0])
-    measurement = Measurement(model, gram, source, settings)
+    measurement = Measurement(model, gram, source, replace(settings, block_size=plan.identity["largest_block"]))
     done = len(plan.chosen) - len(plan.todo)
     checks = {**({"gen_bs": settings.gen_bs} if source.is_sampled else {}), **read_checks(plan.grams)}
     with (
@@ -92,7 +93,7 @@ def measure_all(plan: Plan, settings: TracecovSettings, dtype: torch.dtype, proc
             write_json(plan.grams / CHECKS, checks)
         order = {each.row.prompt_id: position for position, each in enumerate(plan.chosen)}
         for index, row, prompt_ids in processes.share(plan.todo):
-            record = finite_at(row, measurement.measure, row, prompt_ids, index)
+            record = finite_at(row, whole_record, measurement, plan.grams, row, prompt_ids, index)
             replace(record, order=order[row.prompt_id]).save(plan.grams)
             progress.done(float(record.rewards.mean()), len(record.rewards))
     if not source.is_sampled:
@@ -147,9 +148,11 @@ def recompute(settings: TracecovSettings, draw: Draw) -> None:
             heeded.remove("reward_weights")
         config = {name: value if name in heeded else made.get(name) for name, value in settings.config().items()}
         settings = replace(settings, seed=made.get("seed", settings.seed))  # the resamples of the run that made the Grams
-        note = gram_store.belonging(grams)[1]
+        paths, note = gram_store.belonging(grams)
         if note:
             print(f"note: {note}", file=sys.stderr)
+        if identity.get("rollouts") is None:
+            note_unequal(paths)
         records, no_sketch = gram_store.Records(partial(gram_store.load_all, grams)), None
         if settings.rollouts:
             inputs, no_sketch, made_by = inputs_of(settings), why_no_sketch(identity.get("reward"), settings), records
@@ -222,7 +225,8 @@ def run(settings: TracecovSettings, draw: Draw) -> None:
                 rewarded_otherwise(plan, settings, started, draw)
                 return
             label, rows = model_label(settings.model), [each.row for each in plan.chosen]
-            results = finished_results(settings, label, rows) if finished else None
+            more = plan.stored is None and have_more(plan.grams, plan.chosen, settings)  # earlier results may be of fewer
+            results = finished_results(settings, label, rows) if finished and not more else None
             if results is not None:
                 print(f"finished before, nothing left to do; --overwrite starts afresh\n{report(results)}")
                 print(f"results: {results_path(settings.save_json, label)}")

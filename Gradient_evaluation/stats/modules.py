@@ -11,7 +11,14 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from Gradient_evaluation.stats.blocks import PairMoments, group_trace, pair_moments, prompt_only_coefficients, prompt_only_trace
+from Gradient_evaluation.stats.blocks import (
+    PairMoments,
+    group_trace,
+    pair_count,
+    pair_moments,
+    prompt_only_coefficients,
+    prompt_only_trace,
+)
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.missing import Missing
 from Gradient_evaluation.stats.weighted import Weights
@@ -31,6 +38,17 @@ def layer_moments(grams: np.ndarray, rewards: np.ndarray, weights: Weights | Non
     return np.concatenate(
         [prompt_only_coefficients(grams, z, weights), np.stack(pair_moments(grams, z, weights), axis=-1)], axis=-1
     )
+
+
+def mean_moments(parts: Sequence[np.ndarray], sizes: Sequence[Sequence[int]]) -> np.ndarray:
+    """(modules, 6): the mean over the blocks of one prompt; parts: ``layer_moments``, each a mean over blocks of ``sizes``.
+
+    A block counts as in ``prompts.reduce_prompts``: by its size in A, N, D, by ``pair_count`` in moments of pairs.
+    """
+    continuations = [sum(each) for each in sizes]
+    pairs = [sum(map(pair_count, each)) for each in sizes]
+    halves = [np.average([part[:, :3] for part in parts], axis=0, weights=continuations)]
+    return np.concatenate([*halves, np.average([part[:, 3:] for part in parts], axis=0, weights=pairs)], axis=-1)
 
 
 def traces(moments: np.ndarray, oracle: np.ndarray | Missing, K: int) -> dict[str, np.ndarray | Missing]:

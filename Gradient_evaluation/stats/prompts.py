@@ -14,6 +14,7 @@ from Gradient_evaluation.stats.blocks import (
     group_moments,
     mixture_coefficients,
     off_diagonal,
+    pair_count,
     pair_moments,
     prompt_only_coefficients,
     prompt_only_trace,
@@ -60,7 +61,7 @@ class PromptMoments:
     cross_fitted_trace: np.ndarray | Missing = Missing(
         NO_OTHER_BLOCK
     )  # (n,) per-continuation trace at V(x), V from other blocks
-    block_terms: Sequence[np.ndarray] = ()  # n of (n_blocks, 2): 4 zeta1 and 2 zeta2 - 4 zeta1 of each block
+    block_terms: Sequence[np.ndarray] = ()  # n of (n_blocks, 3): 4 zeta1 and 2 zeta2 - 4 zeta1 of each block, and pair_count
     reduced: Sequence[dict] = ()  # n: what ``select`` makes these moments of, for some of the prompts
 
     def __len__(self) -> int:
@@ -98,7 +99,8 @@ def reduce_prompts(records: Iterable, K_list: Sequence[int] = (), names: Sequenc
 
     A record has ``oracle_value`` (float V(x), or None) and ``blocks``, a list of (gram (B, B), rewards (B,),
     lengths (B,)) with B >= 4, where B may differ; optionally ``greedy_reward`` (float). A fourth part of a block, weights
-    (B,), are importance weights up to a factor (``weighted``). Blocks of a prompt count alike, whatever their size.
+    (B,), are importance weights up to a factor (``weighted``). A block counts by its size in means
+    over continuations, and by ``blocks.pair_count`` in moments of pairs and of groups.
     ``K_list`` matters only for those estimators among ``names`` that need resampled groups: the moments of their groups
     are computed here. Where one record has no V(x), the oracle's trace of every prompt comes from cross-fitted values
     (``cross_fitted_oracle``).
@@ -126,6 +128,7 @@ def _together(prompts: list[dict]) -> PromptMoments:
     return PromptMoments(**whole, **pairs, groups=groups, **ragged, reduced=prompts, **arrays)
 
 
+BY_PAIRS = ("pairs", "pairs_by_length", "mixture", "score_mean_sq")  # others are means over continuations
 MAY_BE_MISSING = ("oracle_value", "greedy_reward", "best_trace", "cross_fitted_trace")
 
 
@@ -147,7 +150,8 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
         raise ValueError(f"{name}: has no blocks")
     greedy = getattr(record, "greedy_reward", None)
     everything = [np.concatenate([block[part] for block in blocks]) for part in (1, 2, 3)]
-    weights = self_normalised([block[3] for block in blocks])
+    weights, sizes = self_normalised([block[3] for block in blocks]), [len(block[1]) for block in blocks]
+    pairs = [pair_count(size) for size in sizes]
     weighted = bool((everything[2] != everything[2][0]).any())
     shift = everything[0].mean()  # with a large constant in the rewards A - 2 b N + b^2 D would lose all digits
     centred = [(gram, rewards - shift, each) for (gram, rewards, *_), each in zip(blocks, weights)]
@@ -172,12 +176,14 @@ def _reduce(record, index: int, cases: Sequence[tuple[str, int]]) -> dict:
         "outcome_share": [kinds.mean(-1) / each.shares[0] for kinds, each in zip(classes, weights)],
     }
     return {
-        **{name: np.mean(values, axis=0) for name, values in means.items()},
+        **{name: np.average(values, axis=0, weights=pairs if name in BY_PAIRS else sizes) for name, values in means.items()},
         **{case: _mean_over_large_blocks(blocks, *case, weighted) for case in cases},
         "oracle_value": value,
         "greedy_reward": _number(greedy, f"{name}: the greedy reward", NO_GREEDY),
-        "theta_sq_noise": _variance_of_mean([found.theta_sq for found in means["pairs"]]),
-        "block_terms": np.array([(4 * each.zeta1, 2 * each.zeta2 - 4 * each.zeta1) for each in means["pairs"]]),
+        "theta_sq_noise": _variance_of_mean([found.theta_sq for found in means["pairs"]], pairs),
+        "block_terms": np.array(
+            [(4 * each.zeta1, 2 * each.zeta2 - 4 * each.zeta1, count) for each, count in zip(means["pairs"], pairs)]
+        ),
         "centre": shift,
         "score_evidence": _evidence(score_mean_sq, np.array(norms)[:, 0]),
         "best_trace": _best_trace(centred, np.array(coefficients)),
@@ -209,13 +215,20 @@ def _mean_over_large_blocks(blocks: Sequence[tuple], kind: str, group_size: int,
         return np.full(3, np.nan)
     found = np.array([group_moments(block[:3], kind, group_size) for block in blocks])
     usable = ~np.isnan(found)
-    count = usable.sum(0)
-    return np.where(count > 0, np.where(usable, found, 0.0).sum(0) / np.maximum(count, 1), np.nan)
+    counts = usable * np.array([[pair_count(len(block[1]))] for block in blocks])
+    total = counts.sum(0)
+    return np.where(total > 0, (counts * np.where(usable, found, 0.0)).sum(0) / np.maximum(total, 1), np.nan)
 
 
-def _variance_of_mean(values: Sequence[float]) -> float:
-    """Estimated variance of the mean of independent values; NaN of one value."""
-    return float(np.var(values, ddof=1) / len(values)) if len(values) > 1 else float("nan")
+def _variance_of_mean(values: Sequence[float], counts: Sequence[int]) -> float:
+    """Estimated variance of the mean of independent values, weighted by ``counts``; NaN of one value.
+
+    sum c (x - mean)^2 / ((m - 1) sum c): unbiased where the variance of a value falls as 1/c, or all counts are equal.
+    """
+    if len(values) < 2:
+        return float("nan")
+    squares = (np.asarray(values) - np.average(values, weights=counts)) ** 2
+    return float(np.average(squares, weights=counts) / (len(values) - 1))
 
 
 def _number(value, name: str, missing: str) -> float | Missing:
@@ -271,7 +284,8 @@ def best_baselines(blocks: Sequence[tuple], weights: Sequence[np.ndarray] | None
 def _best_trace(blocks: Sequence[tuple], coefficients: np.ndarray) -> float | Missing:
     if len(blocks) < 2:
         return Missing("the best prompt-only baseline of a block is fitted on the prompt's other blocks, and there is only one")
-    return float(prompt_only_trace(coefficients, best_baselines(blocks, [each.values for *_, each in blocks])).mean())
+    traces = prompt_only_trace(coefficients, best_baselines(blocks, [each.values for *_, each in blocks]))
+    return float(np.average(traces, weights=[len(rewards) for _, rewards, _ in blocks]))
 
 
 def cross_fitted_values(rewards: Sequence[np.ndarray], weights: Sequence[np.ndarray] | None = None) -> np.ndarray:
@@ -295,13 +309,14 @@ def cross_fitted_oracle(
     """The trace of one continuation's term g (Z - V(x)), without bias and without an oracle table.
 
     coefficients: (n_blocks, ..., 3) A, N, D of prompt_only_coefficients of each block; rewards and weights: as
-    ``cross_fitted_values``, of at least two blocks. Returns (...,): the mean over blocks of A - 2 V N + V^2 D with V and V^2
-    of ``cross_fitted_values``. These are independent of the block, and A - 2 V N + V^2 D is linear in them, so the mean is
-    exact.
+    ``cross_fitted_values``, of at least two blocks. Returns (...,): the mean over blocks, by size, of A - 2 V N + V^2 D with
+    V and V^2 of ``cross_fitted_values``. These are independent of the block, and A - 2 V N + V^2 D is linear in them, so the
+    mean is exact.
     """
     values = cross_fitted_values(rewards, weights).reshape(len(rewards), *[1] * (coefficients.ndim - 2), 2)
     constant, linear, quadratic = np.moveaxis(coefficients, -1, 0)
-    return (constant - 2 * values[..., 0] * linear + values[..., 1] * quadratic).mean(0)
+    traces = constant - 2 * values[..., 0] * linear + values[..., 1] * quadratic
+    return np.average(traces, axis=0, weights=[len(each) for each in rewards])
 
 
 def _oracle_trace(blocks: Sequence[tuple], coefficients: np.ndarray) -> float | Missing:

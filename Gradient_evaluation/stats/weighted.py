@@ -39,10 +39,10 @@ def distinct_products(weights: np.ndarray) -> np.ndarray:
 
 
 def self_normalised(blocks: Sequence[np.ndarray]) -> list[Weights]:
-    """The weights (B,) of each block of one prompt, with the shares of all its blocks together."""
+    """The weights (B,) of each block of one prompt, with the shares of all its blocks together, averaged by size."""
     mean = np.concatenate(list(blocks)).mean()
     scaled = [each / mean for each in blocks]
-    shares = np.mean([distinct_products(each) for each in scaled], axis=0)
+    shares = np.average([distinct_products(each) for each in scaled], axis=0, weights=[len(each) for each in scaled])
     return [Weights(each, shares) for each in scaled]
 
 

@@ -38,7 +38,7 @@ def test_a_sketch_as_wide_as_the_parameters_is_the_gradient(family, settings):
     model = tiny_model(family, **settings)
     exact = sketch(model, PROMPTS[0], 1000)
     truth = gradients(model, PROMPTS[0])
-    assert exact.shape == truth.shape and exact.dtype == np.float32
+    assert exact.shape == truth.shape and exact.dtype == np.float64
     np.testing.assert_allclose(exact, truth, rtol=1e-4, atol=1e-5 * np.abs(truth).max())
 
 

@@ -11,7 +11,7 @@ from results_files import notes
 from scripts import detailed_rows
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs import gram_store
+from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.estimators import ESTIMATORS, label_of
 from Gradient_evaluation.stats.missing import Missing

@@ -15,7 +15,7 @@ from matplotlib.text import Text
 from results_files import deep, group_size_law, notes, results
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.results import describe, describe_each
+from Gradient_evaluation.runs.results.results_file import describe, describe_each
 from Gradient_evaluation.stats.estimators import label_of
 from plots import plot_group_size as group_size_command
 from plots import plot_tracecov as tracecov_command

@@ -5,7 +5,7 @@ import pytest
 from results_files import notes, results
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.results import load_results
+from Gradient_evaluation.runs.results.results_file import load_results
 from plots.style import CURVES, save_figure, short_lines
 from plots.tracecov import plot_by_estimator, plot_tracecov
 

@@ -5,7 +5,7 @@ import json
 from scripts import FLAGS, call
 
 from Gradient_evaluation import run_tracecov
-from Gradient_evaluation.runs.dataset import file_records
+from Gradient_evaluation.runs.inputs.dataset import file_records
 
 
 def measure(policy, paths, out, *more, capsys=None):

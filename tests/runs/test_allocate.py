@@ -3,7 +3,7 @@
 import pytest
 from scripts import RESULTS, from_grams, one_line_error, read, rows_of, tracecov
 
-from Gradient_evaluation.runs import gram_store
+from Gradient_evaluation.runs.machine import gram_store
 
 SIZES = ("--K_list", 4, 8)
 

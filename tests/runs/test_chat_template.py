@@ -24,7 +24,7 @@ from scripts import call, one_line_error, read, rows_of
 from Gradient_evaluation import calculate_oracle_v, run_tracecov
 from Gradient_evaluation.chat_template import PLAIN, Chat, chat_of
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.dataset import load_dataset_rows
+from Gradient_evaluation.runs.inputs.dataset import load_dataset_rows
 from Gradient_evaluation.utils import format_prompt
 
 CALLED_TEXT = (

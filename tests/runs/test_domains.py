@@ -7,8 +7,8 @@ import pytest
 from scripts import RESULTS, from_grams, one_line_error, read, tracecov
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.domains import column_values, positions_of
+from Gradient_evaluation.runs.inputs.domains import column_values, positions_of
+from Gradient_evaluation.runs.machine import gram_store
 
 KINDS = ["sum", "sum", "sum", "product", "product"]
 SIZES = ("--K_list", 4, 8)

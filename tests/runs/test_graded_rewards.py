@@ -10,11 +10,11 @@ from scripts import FLAGS, call, from_grams, one_line_error, oracle, read, rows_
 
 from Gradient_evaluation import run_tracecov, utils
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs import gram_store
+from Gradient_evaluation.runs.inputs.oracle_table import load_oracle_table
+from Gradient_evaluation.runs.inputs.rewards import resolve_rewards, rewards_of
+from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.runs.oracle import oracle_columns
-from Gradient_evaluation.runs.oracle_table import load_oracle_table
-from Gradient_evaluation.runs.report import group_size_report
-from Gradient_evaluation.runs.rewards import resolve_rewards, rewards_of
+from Gradient_evaluation.runs.results.report import group_size_report
 from Gradient_evaluation.stats.summary import reduce_prompts
 from Gradient_evaluation.utils import Reward
 from plots.make_report import main as make_report

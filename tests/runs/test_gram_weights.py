@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scripts import RESULTS, from_grams, read
 
-from Gradient_evaluation.runs import gram_store
+from Gradient_evaluation.runs.machine import gram_store
 
 
 def weighted(grams, out, log_weights):

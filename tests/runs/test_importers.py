@@ -14,10 +14,10 @@ from data.make_arithmetic import make_problems, write_jsonl
 from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.models import load_tokenizer
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.dataset import load_dataset_rows
-from Gradient_evaluation.runs.rollouts import read_rollouts
-from Gradient_evaluation.runs.rollouts.trl import total
+from Gradient_evaluation.runs.inputs.dataset import load_dataset_rows
+from Gradient_evaluation.runs.inputs.rollouts import read_rollouts
+from Gradient_evaluation.runs.inputs.rollouts.trl import total
+from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.utils import format_prompt, integer_reward
 
 MODEL, CASES = ROOT / "data" / "tiny_model", ROOT / "tests" / "cases"

@@ -11,10 +11,10 @@ from tiny_models import random_continuations, tiny_model, tiny_tokenizer
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram import ScoreGram
 from Gradient_evaluation.gram import scoring as gram_scoring
-from Gradient_evaluation.runs.dataset import Row
+from Gradient_evaluation.runs.inputs.dataset import Row
+from Gradient_evaluation.runs.inputs.oracle_table import OracleRow
+from Gradient_evaluation.runs.inputs.rewards import resolve_rewards
 from Gradient_evaluation.runs.measure import Measurement, score_gram, scored
-from Gradient_evaluation.runs.oracle_table import OracleRow
-from Gradient_evaluation.runs.rewards import resolve_rewards
 from Gradient_evaluation.runs.source import Sampled
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw
@@ -26,7 +26,7 @@ MORE = dict(allow_mismatch=False, importance_weights=False, by_layer=False)
 def flags(**changed):
     law = dict(temperature=0.8, top_p=1.0, top_k=0, max_new_tokens=4, stop=[], seed=0)
     gram = dict(scoring="exact", params=None, sketch_dim=0, gram_memory=64, gradient_checkpointing=False, gram_dtype="float32")
-    return Namespace(**{**law, **gram, "M": 2, "gen_bs": 64, "estimators": [], **MORE, **changed})
+    return Namespace(**{**law, **gram, "M": 2, "per_prompt": None, "gen_bs": 64, "estimators": [], **MORE, **changed})
 
 
 @pytest.mark.parametrize("top_p", [0.9, 1.0])

@@ -19,8 +19,8 @@ from Gradient_evaluation.models import (
     resolve_device,
     resolve_dtype,
 )
-from Gradient_evaluation.runs.memory import limited_memory
-from Gradient_evaluation.runs.processes import check_own_gpus, gpu_identity
+from Gradient_evaluation.runs.machine.memory import limited_memory
+from Gradient_evaluation.runs.machine.processes import check_own_gpus, gpu_identity
 
 CPU = torch.device("cpu")
 

@@ -8,8 +8,8 @@ import pytest
 from scripts import call
 
 from Gradient_evaluation import calculate_oracle_v, run_tracecov
-from Gradient_evaluation.runs.oracle_table import load_oracle_table
-from Gradient_evaluation.runs.rewards import check_ground_truths, resolve_rewards
+from Gradient_evaluation.runs.inputs.oracle_table import load_oracle_table
+from Gradient_evaluation.runs.inputs.rewards import check_ground_truths, resolve_rewards
 from plots.style import finish, new_ax, save_figure
 
 HUGE = "99999999999"

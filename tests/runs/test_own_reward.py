@@ -13,8 +13,8 @@ import pytest
 from readme_commands import ROOT, code_blocks
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.own_reward import resolve_reward, stored_name
-from Gradient_evaluation.runs.rewards import check_ground_truths, resolve_rewards
+from Gradient_evaluation.rewards.own_reward import resolve_reward, stored_name
+from Gradient_evaluation.runs.inputs.rewards import check_ground_truths, resolve_rewards
 
 EXAMPLES = ROOT / "data" / "format_reward.py"
 TEXTS = ["2", "no"]
@@ -200,6 +200,11 @@ UNUSABLE = {
         "(prompt, reply), none of which is the text; give f(text, ground_truth)",
     ),
     "batches": ("def f(data_sources, solution_strs, ground_truths): return []", "VERL's form for whole batches"),
+    "method": (
+        "class A:\n    def s(self, text): return 1\nf = A.s",
+        "(self, text): a method of a class; name that of an instance",
+    ),
+    "nul": ("def f(text): return 1\0", "raised SyntaxError: source code string cannot contain null bytes (format.py, line 1)"),
     "stars": ("def f(*args): return 1", "none of which is the text"),
     "no_signature": ("f = max", "does not tell its parameters"),
     "a_number": ("f = 3", "f is 3 (int), not a function"),
@@ -340,6 +345,38 @@ def test_what_a_function_prints_and_reads_harms_nothing(tmp_path, capfd):
     assert capfd.readouterr().out == ""
 
 
+@pytest.mark.parametrize("end", ["sys.exit(0)", "raise ValueError", "return -1.0"])
+def test_a_fork_of_the_function_answers_nothing(end, tmp_path):
+    source = f"import os, sys\ndef f(text):\n    child = os.fork()\n    if child == 0:\n        {end}\n"
+    reward = resolved(tmp_path, source + "    os.waitpid(child, 0)\n    return len(text)", timeout=5.0)
+    assert reward.of_prompt(["a", "aa", "aaa"], PLAIN) == [1, 2, 3]
+    assert reward.of_prompt(["aaaa", "a"], PLAIN) == [4, 1]
+
+
+LEAVES = (
+    "import os, subprocess, threading, time\nthreading.Thread(target=time.sleep, args=[1000]).start()\n"
+    "def f(text):\n    return subprocess.Popen(['sleep', '1000']).pid"
+)
+
+
+@pytest.mark.parametrize("end", ["", "os.kill(os.getpid(), 9)"])
+def test_what_a_function_has_started_ends_with_the_run(end, tmp_path):
+    code = (
+        "import os\nfrom types import SimpleNamespace as N\nfrom Gradient_evaluation.rewards.own_reward import resolve_reward\n"
+        f"reward = resolve_reward({written(tmp_path, LEAVES)!r})\n"
+        f"print(int(reward.of_prompt(['a'], N(prompt='', ground_truth=1, columns={{}}, where=''))[0]), flush=True)\n{end}"
+    )
+    # capture_output waits until nobody has the pipes open any more
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=os.getcwd(), timeout=60)
+    assert int(done.stdout) > 0, done.stderr
+
+
+def test_extra_info_that_is_no_object_is_named(tmp_path):
+    reward = resolved(tmp_path, "def f(data_source, solution_str, ground_truth, extra_info=None): return 1")
+    with pytest.raises(UserError, match="takes an object as extra_info, and the row's column of this name is '{}' \\(str\\)"):
+        reward.of_prompt(["a"], row(extra_info="{}"))
+
+
 def test_an_interrupted_call_leaves_no_answer_for_the_next(tmp_path):
     source = "import signal\ndef f(text):\n    if text == 'slow':\n        signal.pause()\n    return len(text)"
     reward = resolved(tmp_path, source)
@@ -380,7 +417,7 @@ def test_a_file_that_changes_during_a_run_is_noticed(tmp_path):
 def test_the_helper_ends_with_its_parent(tmp_path):
     name = written(tmp_path, "import os\ndef f(text): return os.getpid()")
     code = (
-        "from types import SimpleNamespace as N\nfrom Gradient_evaluation.own_reward import resolve_reward\n"
+        "from types import SimpleNamespace as N\nfrom Gradient_evaluation.rewards.own_reward import resolve_reward\n"
         f"print(int(resolve_reward({name!r}).of_prompt(['a'], N(prompt='', ground_truth=1, columns={{}}, where=''))[0]), "
         "*({'torch', 'transformers'} & set(__import__('sys').modules)))"
     )

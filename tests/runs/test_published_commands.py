@@ -18,7 +18,7 @@ from Gradient_evaluation import calculate_oracle_v, run_tracecov
 from Gradient_evaluation.chat_template import Chat
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs import plan as plan_of_run
-from Gradient_evaluation.runs.oracle_table import load_oracle_table
+from Gradient_evaluation.runs.inputs.oracle_table import load_oracle_table
 from Policy_Optimization.launch import check_settings
 from Policy_Optimization.overrides import verl_overrides
 from Policy_Optimization.settings import read_settings

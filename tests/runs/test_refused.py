@@ -12,7 +12,8 @@ from scripts import RESULTS, call, detailed_rows, one_line_error, oracle, read, 
 from tiny_models import enumerable_policy, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
-from Gradient_evaluation.runs import gram_store, prompts
+from Gradient_evaluation.runs.inputs import prompts
+from Gradient_evaluation.runs.machine import gram_store
 
 # ------------------------------------------------------------------------------------------------ another model
 
@@ -27,22 +28,27 @@ def test_what_the_blocks_come_from_is_said_in_flags(policy, table, tmp_path, cap
     flags, grams = ("--K_list", 4, 8, "--M", 2, "--T", 2), tmp_path / "grams"
     assert tracecov(policy, table, tmp_path, *flags)[0] == 0
     for changed_flags, then, now in (
-        (("--K_list", 4, 8, "--M", 3), "--M 2", "--M 3"),
         (("--K_list", 8, 2, "--M", 2, "--block_size", 5), "no --block_size", "--block_size 5"),
-        (("--K_list", 4, 16, "--M", 2), "--K_list 4 8", "--K_list 4 16"),
-        (("--K_list", 4, "--M", 2), "--K_list 4 8", "--K_list 4"),
+        (("--K_list", 4, 16, "--M", 2, "--block_size", 5), "--K_list 4 8 no --block_size", "--K_list 4 16 --block_size 5"),
         ((*flags, "--estimators", "dapo"), "no --estimators", "--estimators dapo"),
     ):
         outcome = tracecov(policy, table, tmp_path, *changed_flags, "--T", 2, capsys=capsys)
         one_line_error(outcome, f"made with {then}, this run has {now};", "--overwrite")
-        way_out = f"keep 8 as the largest of --K_list, or compute other group sizes from these Grams with --from_grams {grams};"
-        assert ("--K_list" in now) == (way_out in outcome[2])
+        assert "keep 8" not in outcome[2]
     path = grams / "run.json"
     path.write_text(json.dumps({name: value for name, value in read(path).items() if name != "flags"}))  # an older one
     one_line_error(
-        tracecov(policy, table, tmp_path, "--K_list", 4, 8, "--M", 3, "--T", 2, capsys=capsys),
-        "block_sizes = [8, 8], this run has [8, 8, 8] (from --M, --K_list, --block_size, --estimators)",
+        tracecov(policy, table, tmp_path, *flags, "--block_size", 5, capsys=capsys),
+        "largest_block = 8, this run has 5 (from --K_list, --block_size)",
     )
+
+
+def test_sketches_of_further_estimators_keep_the_largest_group_size(policy, table, tmp_path, capsys):
+    flags, grams = ("--M", 1, "--T", 2, "--estimators", "dapo"), tmp_path / "grams"
+    assert tracecov(policy, table, tmp_path, "--K_list", 4, 8, *flags)[0] == 0
+    outcome = tracecov(policy, table, tmp_path, "--K_list", 4, 16, *flags, capsys=capsys)
+    way_out = f"keep 8 as the largest of --K_list, or compute other group sizes from these Grams with --from_grams {grams};"
+    one_line_error(outcome, "made with --K_list 4 8, this run has --K_list 4 16", way_out)
 
 
 def test_results_that_are_replaced_by_fewer_are_named(policy, table, tmp_path, capsys):
@@ -253,7 +259,7 @@ def test_a_full_disk_is_one_line_and_what_was_done_is_kept(policy, problems, tab
     assert oracle(policy, long, small_disk)[0] == 0
     assert [row["V_oracle"] for row in rows_of(path)] == [row["V_oracle"] for row in rows_of(table)]
     path.unlink()
-    ballast.write_bytes(b"x" * (64 - 7 * 4) * 1024)
+    ballast.write_bytes(b"x" * (64 - 9 * 4) * 1024)
     flags = tracecov_flags(policy, table, small_disk)[1:]
     one_line_error(call(run_tracecov, *flags, capsys=capsys), "cannot write it")
     kept = list((small_disk / "grams").glob("[0-9a-f]*.npz"))

@@ -16,14 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.integer_answer import (
+from Gradient_evaluation.rewards.integer_answer import (
     LONGEST_INTEGER,
     TAIL,
     check_integer_ground_truth,
     parse_integer_answer,
     shorten_repr,
 )
-from Gradient_evaluation.math_worker import MathWorker
+from Gradient_evaluation.rewards.math_worker import MathWorker
 from Gradient_evaluation.utils import (
     REWARDS,
     check_math_ground_truth,
@@ -546,7 +546,7 @@ def test_math_worker_that_was_killed_is_started_again():
 
 
 def test_math_worker_ends_with_its_process():
-    code = "from Gradient_evaluation.utils import math_reward; import Gradient_evaluation.math_worker as m; "
+    code = "from Gradient_evaluation.utils import math_reward; import Gradient_evaluation.rewards.math_worker as m; "
     code += "print(math_reward('72', 72), m.MATH_WORKER._process.pid, flush=True); import os; os.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
     reward, helper = done.stdout.split()

@@ -31,7 +31,8 @@ from scripts import (
 from tiny_models import enumerable_policy, law_log_probs, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
-from Gradient_evaluation.runs import gram_store, prompts
+from Gradient_evaluation.runs.inputs import prompts
+from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.sampling.law import SamplingLaw
 
 BLOCKS = ("--K_list", 4, 8, "--block_size", 8)

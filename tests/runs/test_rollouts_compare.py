@@ -19,9 +19,9 @@ from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.models import load_model, load_tokenizer
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.rollouts import compare, laws
-from Gradient_evaluation.runs.rollouts.compare import Comparison, effective_share, importance_weights, poisson_tail
+from Gradient_evaluation.runs.inputs.rollouts import compare, laws
+from Gradient_evaluation.runs.inputs.rollouts.compare import Comparison, effective_share, importance_weights, poisson_tail
+from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
 from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
 from Gradient_evaluation.sampling.log_probs import log_probs

@@ -1,6 +1,7 @@
 """Files of rollouts that cannot be measured are one line each; those that only look odd are taken."""
 
 import json
+import math
 import re
 
 import numpy as np
@@ -11,11 +12,13 @@ from readme_commands import code_blocks
 from rollouts_runs import measure, rows_in, written
 from scripts import RESULTS, ROOT, one_line_error, read, tracecov
 
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.dataset import make_row
-from Gradient_evaluation.runs.rollouts import own_format, read_rollouts
-from Gradient_evaluation.runs.rollouts.context import Context
-from Gradient_evaluation.runs.rollouts.save import RolloutsFolder
+from Gradient_evaluation.errors import UserError
+from Gradient_evaluation.runs.inputs.dataset import make_row
+from Gradient_evaluation.runs.inputs.rollouts import own_format, read_rollouts, vllm
+from Gradient_evaluation.runs.inputs.rollouts.context import Context
+from Gradient_evaluation.runs.inputs.rollouts.from_text import number_of
+from Gradient_evaluation.runs.inputs.rollouts.save import RolloutsFolder
+from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.rollouts import check_rollouts
 
@@ -49,6 +52,9 @@ WRONG = {
     "a reward that is text": (dict(reward="good"), ("reward is 'good'",)),
     "an infinite reward": (dict(reward=float("inf")), ("reward is inf",)),
     "a reward that statistics cannot square": (dict(reward=1e200), ("reward is 1e+200",)),
+    "a reward beyond floats": (dict(reward=10**400), ("its reward is 1000", "not a number")),
+    "log_probs beyond floats": (dict(log_probs=[10**400]), ("its log_probs is [1000", "not a list of numbers")),
+    "columns that are too deep": (dict(columns='{"a":' * 5000 + "1" + "}" * 5000, prompt_id="0" * 16), ("nested too deeply",)),
     "another model": (dict(law={"model": "other"}), ("model = 'other'", "line 1 with 'four tokens'")),
     "a law that is no JSON": (dict(law="greedy"), ("law is text, but no JSON",)),
     "two prompts with one id": (dict(prompt="1"), ("prompt_id of", "line 1, but another prompt")),
@@ -66,6 +72,13 @@ def test_a_wrong_row_is_named_with_its_line(policy, rows, tmp_path, capsys, case
     path = written(with_row(rows, 3, **changed), tmp_path / "r.jsonl")
     one_line_error(measure(policy, [path], tmp_path / "out", *SIZE, capsys=capsys), "r.jsonl, line 3", *parts)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_given_twice_is_refused(policy, rows, tmp_path, capsys):
+    path = written(rows, tmp_path / "r.jsonl")
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    for twice in ([path, path], [tmp_path, path], [path, tmp_path / "link"]):
+        one_line_error(measure(policy, twice, tmp_path / "out", *SIZE, capsys=capsys), "r.jsonl is given twice")
 
 
 def test_two_models_in_one_folder_are_refused_by_file(policy, rows, tmp_path, capsys):
@@ -208,3 +221,11 @@ def test_parquet_and_jsonl_are_one_format(policy, rows, tmp_path):
         assert measure(policy, [tmp_path / f"r.{name}"], tmp_path / name, *SIZE)[0] == 0
     one, other = (read(tmp_path / name / RESULTS) for name in ("jsonl", "parquet"))
     assert one["estimators"] == other["estimators"] and one["law"] == other["law"]
+
+
+def test_numbers_beyond_floats_are_one_line_in_every_importer():
+    with pytest.raises(UserError, match="d.jsonl, line 1: its score is a whole number beyond 1e308"):
+        number_of("d.jsonl, line 1", "score", 10**400)
+    for value in (-math.inf, math.nan, -(10**400)):
+        with pytest.raises(UserError, match="v.jsonl, line 1: no finite logprob"):
+            vllm._log_probs("v.jsonl, line 1", [value], [1])

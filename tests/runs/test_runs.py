@@ -41,10 +41,12 @@ from tiny_models import enumerable_policy, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs import gram_store, prompts
-from Gradient_evaluation.runs.memory import Batch
-from Gradient_evaluation.runs.processes import Processes
-from Gradient_evaluation.runs.resume import only_writer, part_of, saved_on_interrupt
+from Gradient_evaluation.runs.inputs import prompts
+from Gradient_evaluation.runs.inputs.begun_table import part_of
+from Gradient_evaluation.runs.machine import gram_store
+from Gradient_evaluation.runs.machine.memory import Batch
+from Gradient_evaluation.runs.machine.processes import Processes
+from Gradient_evaluation.runs.machine.resume import only_writer, saved_on_interrupt
 
 # ------------------------------------------------------------------------------------------------ finished
 
@@ -133,7 +135,7 @@ def test_the_second_of_two_processes_writes_nothing(policy, problems, table, tmp
 def test_a_lock_is_free_again_once_its_process_was_killed(tmp_path):
     holder = (
         "import sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path\n"
-        "from Gradient_evaluation.runs.resume import only_writer\n"
+        "from Gradient_evaluation.runs.machine.resume import only_writer\n"
         "with only_writer(Path(sys.argv[2])): print('held', flush=True); time.sleep(600)"
     )
     process = subprocess.Popen([sys.executable, "-c", holder, ROOT, tmp_path / "out"], stdout=subprocess.PIPE, text=True)
@@ -395,7 +397,7 @@ def test_large_temporaries_go_back_to_the_system():
     code = f"""if True:
         import resource, sys, torch
         sys.path.insert(0, {str(ROOT)!r})
-        from Gradient_evaluation.runs.memory import tune_allocator
+        from Gradient_evaluation.runs.machine.memory import tune_allocator
         tune_allocator(torch.device("cpu"))
         def resident():
             return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()

@@ -17,7 +17,7 @@ from data.make_arithmetic import make_problems, write_jsonl
 from Gradient_evaluation import run_tracecov, sample_with_vllm
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.models import checkpoint_eos, load_model, load_tokenizer
-from Gradient_evaluation.runs import gram_store
+from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.sampling.generate import eos_token_ids
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.sampling.log_probs import log_probs

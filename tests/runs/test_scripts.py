@@ -13,8 +13,8 @@ from scripts import ANSWERS, PROMPTS, ROOT, call, detailed_rows, from_grams, one
 from tiny_models import enumerable_policy, enumerate_outcomes, tiny_tokenizer
 
 from Gradient_evaluation import run_tracecov
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.report import report
+from Gradient_evaluation.runs.machine import gram_store
+from Gradient_evaluation.runs.results.report import report
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.utils import integer_reward

@@ -7,9 +7,9 @@ import pytest
 from scripts import FLAGS, call, files_of, from_grams, one_line_error, oracle, read, rows_of, torchrun, tracecov
 
 from Gradient_evaluation import run_tracecov
-from Gradient_evaluation.runs import gram_store
-from Gradient_evaluation.runs.report import report
-from Gradient_evaluation.runs.results import describe_each
+from Gradient_evaluation.runs.machine import gram_store
+from Gradient_evaluation.runs.results.report import report
+from Gradient_evaluation.runs.results.results_file import describe_each
 
 SOURCE = """
 from Gradient_evaluation.utils import integer_reward

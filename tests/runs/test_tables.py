@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs import files as durable_files
-from Gradient_evaluation.runs.dataset import load_dataset_rows, prompt_id
-from Gradient_evaluation.runs.files import append_row, read_finished_rows, truncate_file, write_bytes_atomic, write_json
-from Gradient_evaluation.runs.oracle_table import check_same_law, load_oracle_table
-from Gradient_evaluation.runs.resume import continue_table
-from Gradient_evaluation.runs.rewards import check_ground_truths, resolve_rewards, rewards_of
+from Gradient_evaluation.runs.inputs.begun_table import continue_table
+from Gradient_evaluation.runs.inputs.dataset import load_dataset_rows, prompt_id
+from Gradient_evaluation.runs.inputs.oracle_table import check_same_law, load_oracle_table
+from Gradient_evaluation.runs.inputs.rewards import check_ground_truths, resolve_rewards, rewards_of
+from Gradient_evaluation.runs.machine import files as durable_files
+from Gradient_evaluation.runs.machine.files import append_row, read_finished_rows, truncate_file, write_bytes_atomic, write_json
 from Gradient_evaluation.utils import REWARDS, Reward
 
 USER = [{"role": "user", "content": "2+3?"}]

@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from abstract_policy import group_size_law_of, prompts_with
 
-from Gradient_evaluation.stats.best_size import mse_times_budget
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
-from Gradient_evaluation.stats.group_size import group_size_law
-from Gradient_evaluation.stats.sketch_pairs import Sketches
+from Gradient_evaluation.stats.group_size.best_size import mse_times_budget
+from Gradient_evaluation.stats.group_size.law import group_size_law
+from Gradient_evaluation.stats.group_size.sketch_pairs import Sketches
 
 SPREADS = (0.5, 1.24, 2.0)
 PROMPTS = (4, 10, 12, 20, 40, 100)

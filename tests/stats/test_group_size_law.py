@@ -10,12 +10,11 @@ from abstract_policy import Policy, coin, exact_pair_moments, group_size_law_of,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from Gradient_evaluation.runs.report import budget_table, group_size_report
-from Gradient_evaluation.stats.best_size import best_group_size, best_integer, mse_times_budget, near_best
+from Gradient_evaluation.runs.results.report import budget_table, group_size_report
 from Gradient_evaluation.stats.blocks import pair_moments
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
-from Gradient_evaluation.stats.silent_groups import RewardCounts, reward_counts
-from Gradient_evaluation.stats.sketch_pairs import (
+from Gradient_evaluation.stats.group_size.best_size import best_group_size, best_integer, mse_times_budget, near_best
+from Gradient_evaluation.stats.group_size.sketch_pairs import (
     Sketches,
     SketchPart,
     pair_averages,
@@ -25,6 +24,7 @@ from Gradient_evaluation.stats.sketch_pairs import (
     prompt_averaged_cosines,
     sketch_covariance,
 )
+from Gradient_evaluation.stats.silent_groups import RewardCounts, reward_counts
 
 SHAPE = (12, 12)  # a gradient of the tests is one matrix of this shape, flattened
 EXACT = dict(rel=1e-10, abs=1e-12)

@@ -12,7 +12,7 @@ from abstract_policy import exact_pair_moments, leave_one_out, make_records, ran
 from Gradient_evaluation.stats.blocks import mixture_coefficients, off_diagonal, pair_moments, prompt_only_coefficients
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.estimators import ESTIMATORS, leave_one_out_weights, sketch_weights
-from Gradient_evaluation.stats.group_size import group_size_law
+from Gradient_evaluation.stats.group_size.law import group_size_law
 from Gradient_evaluation.stats.modules import layer_moments
 from Gradient_evaluation.stats.prompts import cross_fitted_values, reduce_prompts
 from Gradient_evaluation.stats.silent_groups import reward_counts
@@ -80,7 +80,8 @@ def test_products_of_distinct_members_against_all_sets():
     first, second = self_normalised([weights, weights[:5] * 2])
     together = np.concatenate([weights, 2 * weights[:5]]).mean()
     assert first.values == pytest.approx(weights / together)
-    assert first.shares == pytest.approx(np.mean([distinct_products(each.values) for each in (first, second)], axis=0))
+    each = [distinct_products(one.values) for one in (first, second)]
+    assert first.shares == pytest.approx(np.average(each, axis=0, weights=[7, 5]))
 
 
 # --- silent groups ---

@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 from data.make_arithmetic import write_jsonl
 from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.own_reward import reward_in_process
-from Gradient_evaluation.runs.rewards import RunRewards
+from Gradient_evaluation.rewards.own_reward import reward_in_process
+from Gradient_evaluation.runs.inputs.rewards import RunRewards
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Policy_Optimization.group_size_callback import GroupSizeCallback
 from Policy_Optimization.policy_in_place import in_place, rows_of

@@ -12,7 +12,7 @@ from chat_templates import CALLED, DATED, LLAMA_3, TOOL, USES_TOOLS
 from launches import checkpoint, dry_run, needs_verl, prepare, read, write_jsonl
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.dataset import load_dataset_rows
+from Gradient_evaluation.runs.inputs.dataset import load_dataset_rows
 from Gradient_evaluation.utils import format_prompt
 from Policy_Optimization import checks, launch, run_folder
 from Policy_Optimization.overrides import verl_overrides

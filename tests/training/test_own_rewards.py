@@ -8,8 +8,8 @@ import pytest
 from launches import checkpoint, dry_run, needs_verl, prepare, values, write_jsonl
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.own_reward import resolve_reward
-from Gradient_evaluation.runs.dataset import load_dataset_rows
+from Gradient_evaluation.rewards.own_reward import resolve_reward
+from Gradient_evaluation.runs.inputs.dataset import load_dataset_rows
 from Policy_Optimization import launch, run_folder
 from Policy_Optimization.overrides import training_law, verl_overrides
 from Policy_Optimization.reward_fn import compute_score

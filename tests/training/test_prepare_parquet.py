@@ -12,7 +12,7 @@ from launches import prepare, save_chat_tokenizer, write_jsonl
 from data.answers import answer_text
 from data.make_arithmetic import make_problems
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.dataset import load_dataset_rows
+from Gradient_evaluation.runs.inputs.dataset import load_dataset_rows
 from Gradient_evaluation.utils import REWARDS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "data" / "prepare_parquet.py"

@@ -11,7 +11,7 @@ import queue_stand_in
 from launches import dry_run, needs_verl, save_chat_tokenizer, values
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.dataset import make_row
+from Gradient_evaluation.runs.inputs.dataset import make_row
 from Policy_Optimization import rollout_rows
 from Policy_Optimization.overrides import verl_overrides
 from Policy_Optimization.settings import read_settings
@@ -120,8 +120,8 @@ def test_a_saved_prompt_has_the_id_it_has_in_a_data_set(trained, tmp_path):
 
 
 def test_the_toolkit_reads_what_training_saved(trained, tmp_path, tokenizer):
-    reader = pytest.importorskip("Gradient_evaluation.runs.rollouts")
-    from Gradient_evaluation.runs.dataset import file_records
+    reader = pytest.importorskip("Gradient_evaluation.runs.inputs.rollouts")
+    from Gradient_evaluation.runs.inputs.dataset import file_records
 
     buffer, _ = trained
     buffer.sample(global_steps=3, partition_id="train", batch_size=2)

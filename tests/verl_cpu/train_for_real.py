@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from Gradient_evaluation.cli import Parser, integer, run
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.files import write_json
+from Gradient_evaluation.runs.machine.files import write_json
 from plots.training_logs import load_runs
 
 ROOT = Path(__file__).resolve().parents[2]
