@@ -44,7 +44,7 @@ WRITTEN_BY = (
 # the names of what the scripts write; an outputs/ path of the README that is read must be one of them
 OUTPUTS = re.compile(
     r"oracle_v_n\d+_[\w.-]+\.jsonl|tracecov_(?!.*_detailed)[\w.-]+\.json|grams|rollouts|manifest\.json|"
-    r"group_sizes\.json|(train|val)\.parquet|(arithmetic_\w+|problems)\.jsonl"
+    r"group_sizes\.json|group_size\.jsonl|(train|val)\.parquet|(arithmetic_\w+|problems)\.jsonl"
 )
 
 

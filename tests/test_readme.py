@@ -118,6 +118,8 @@ def written_by(command: Command) -> set[str]:
         found |= {f"{flag('--save_json')}/grams", f"{flag('--save_json')}/tracecov_{label}.json"}
     elif "prepare_parquet.py" in program:
         found |= {f"{flag('--out_dir')}/{name}.parquet" for name in ("train", "val")}
+    elif "train_with_trl.py" in program:
+        found.add(f"{flag('--out_dir')}/group_size.jsonl")
     elif "sweep_group_size.sh" in program and "--dry_run" not in words:
         found.add(f"{flag('--sweep_dir', 'outputs/sweep')}/manifest.json")
     return found
@@ -198,6 +200,8 @@ ADDED = {
         *TOKENS,
         *"--steps 1 --seeds 1 --group_sizes 2 4 --budget 8 --n_train 4 --n_held_out 2 --eval_samples 2 --overwrite".split(),
     ],
+    "Policy_Optimization/train_with_trl.py": None,  # needs trl; test_group_size_trl.py runs it
+    "plots/plot_over_steps.py": None,  # draws that training
     "data/prepare_parquet.py jsonl": ["--val_size", "1"],
     "data/prepare_parquet.py gsm8k": ["--train", "gsm8k.jsonl", "--val", "gsm8k.jsonl"],
     "Policy_Optimization/grpo_train.sh --dry_run --model data/tiny_model": (

@@ -33,7 +33,16 @@ from typing import Any
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.rewards.helper_process import HelperProcess, NoAnswer
 from Gradient_evaluation.rewards.integer_answer import shorten_repr
-from Gradient_evaluation.rewards.reward_worker import TRL
+from Gradient_evaluation.rewards.reward_worker import (
+    TRL,
+    Signature,
+    Unusable,
+    calls,
+    describe,
+    in_one_line,
+    prepared,
+    values_of,
+)
 from Gradient_evaluation.utils import REWARDS
 
 CALL_LIMIT = 60.0  # seconds; the default of --reward_timeout
@@ -92,6 +101,15 @@ def resolve_reward(name: str, timeout: float = CALL_LIMIT) -> Reward:
         found = REWARDS[name]
         return Reward(name, found.check, found.score, found.zero_one)
     own = OwnFunction(name, timeout)
+    return Reward(own.name, own.check, own.score, own.about["zero_one"], own)
+
+
+def reward_in_process(function: Callable) -> Reward:
+    """The reward of a function (one of the three signatures) that is called in this process, without a time limit.
+
+    For a trainer, which calls its rewards so too. Raises UserError for what is no such function.
+    """
+    own = OwnFunctionHere(function)
     return Reward(own.name, own.check, own.score, own.about["zero_one"], own)
 
 
@@ -168,22 +186,22 @@ class OwnFunction:
         """See ``Reward.of_prompt``."""
         plain = {"prompt": row.prompt, "ground_truth": row.ground_truth, "columns": row.columns}
         ids = None if token_ids is None else [list(map(int, each)) for each in token_ids]
-        question = json.dumps({"texts": texts, "token_ids": ids, "row": plain}).encode() + b"\n"
-        with self._helper.asking():
-            values, error = self._answers(question, len(texts))
+        values, error = self._answers({"texts": texts, "token_ids": ids, "row": plain}, len(texts))
         if error:
             raise UserError(self._told(error, texts, len(values), row))
         return values
 
-    def _answers(self, question: bytes, count: int) -> tuple[list[float | None], str | None]:
+    def _answers(self, question: dict, count: int) -> tuple[list[float | None], str | None]:
         """The values of ``count`` continuations; or those before the first fault, and what that was."""
         values: list[float | None] = []
-        self._send(question)
-        while len(values) < count:
-            answer = self._answer(self.timeout)
-            if "error" in answer:
-                return values, answer["error"]
-            values += answer["values"]
+        line = json.dumps(question).encode() + b"\n"
+        with self._helper.asking():
+            self._send(line)
+            while len(values) < count:
+                answer = self._answer(self.timeout)
+                if "error" in answer:
+                    return values, answer["error"]
+                values += answer["values"]
         return values, None
 
     def _told(self, what: str, texts: Sequence[str], done: int, row: Any) -> str:
@@ -222,6 +240,30 @@ class OwnFunction:
             if none.exit_code is None:
                 return {"error": f"took more than {limit:g} seconds {when}".rstrip() + " (--reward_timeout)"}
             return {"error": f"ended its process (exit code {none.exit_code}) {when}".rstrip()}
+
+
+class OwnFunctionHere(OwnFunction):
+    """A person's function in this process; there is no helper."""
+
+    def __init__(self, function: Callable):
+        self.name = getattr(function, "__name__", type(function).__name__)
+        try:
+            self.function = prepared(function, self.name)
+            self.signature = Signature(self.function, self.name)
+        except Unusable as error:
+            raise UserError(f"reward: {error}") from None
+        self.path = getattr(getattr(self.function, "__code__", None), "co_filename", "")
+        self.about = describe(self.function, self.signature, self.path, "in this process")
+
+    def _answers(self, question: dict, count: int) -> tuple[list[float | None], str | None]:
+        values: list[float | None] = []
+        try:
+            for given, size in calls(self.signature, question):
+                args, kwargs = self.signature.arguments(given)
+                values += values_of(self.signature, self.function(*args, **kwargs), size)
+        except Exception as error:
+            return values, in_one_line(error, self.path)
+        return values, None
 
 
 def check_weights(weights: Sequence[float] | None, names: Sequence[str]) -> tuple[float, ...]:
