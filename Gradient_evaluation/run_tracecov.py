@@ -7,6 +7,8 @@
         --oracle_table outputs/qwen/oracle_v_n1000_Qwen2.5-0.5B-Instruct.jsonl --save_json outputs/qwen
     python Gradient_evaluation/run_tracecov.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Kyleyee/arithmetic-test \
         --T 50 --M 4 --save_json outputs/one_command
+    python Gradient_evaluation/run_tracecov.py --model Qwen/Qwen2.5-0.5B-Instruct --dataset Kyleyee/arithmetic-test \
+        --until 0.2 --minutes 20 --save_json outputs/until
     python Gradient_evaluation/run_tracecov.py --model CHECKPOINT --rollouts DIR --save_json outputs/from_rollouts
     python Gradient_evaluation/run_tracecov.py --from_grams outputs/demo/grams --K_list 2 3 5 --save_json outputs/any_K
 

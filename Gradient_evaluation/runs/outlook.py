@@ -57,7 +57,7 @@ def outlook(until: Until, command: str) -> str:
         lines.append(f"memory at the peak of the pilot: {found.peak_memory / GIB:.2f} GiB")
     if needed > most:
         lines.append(f"for +-{target:.0%} about {needed} prompts are needed, and there are {most}; give a larger table")
-    typed = command if "--until" in command else f"{command} --until {target:g}"
+    typed = command if settings.until is not None else f"{command} --until {target:g}"
     took = time_text(expected_seconds(needed, best, *costs))
     lines.append(f"to +-{target:.0%}: about {counted(needed, 'prompt')} with {best} continuations of each, {took}:\n  {typed}")
     return "\n".join(lines)

@@ -32,7 +32,7 @@ from Gradient_evaluation.stats.group_size.design import best_continuations
 from Gradient_evaluation.stats.missing import Missing
 
 FEWER = 4  # continuations of the second timing
-PLAN_SECONDS = 120  # of a pilot for --plan
+PLAN_SECONDS, PLAN_PROMPTS = 120, 24  # of a pilot for --plan, which forecasts more than a number of continuations
 
 
 class Pair(NamedTuple):
@@ -104,7 +104,7 @@ def with_pilot(loop: Loop, settings: TracecovSettings) -> TracecovSettings:
     if settings.plan:
         loop.until.end_after(PLAN_SECONDS)
     if choice is None:
-        items = processes.from_first(left, plan, PILOT_PROMPTS)
+        items = processes.from_first(left, plan, PLAN_PROMPTS if settings.plan else PILOT_PROMPTS)
         pairs = [pair for each in processes.gather(timed(loop, items)) for pair in each]
         memory = max(processes.gather(peak_memory(processes.device)))
         choice = processes.from_first(choose, loop.until, pairs, memory)

@@ -58,7 +58,7 @@ def test_a_continued_run_does_not_choose_anew(policy, many, piloted, tmp_path, c
     out = shutil.copytree(piloted, tmp_path / "copy")
     stored = read(out / "grams" / "run.json")
     (out / "grams" / "run.json").write_text(json.dumps({**stored, "pilot": {**stored["pilot"], "continuations": 5}}))
-    code, printed, _ = run(policy, many, out, "--until", 0.9, "--T", len(counts(out)) + 3, capsys=capsys)
+    code, printed, _ = run(policy, many, out, "--until", 0.001, "--T", len(counts(out)) + 3, capsys=capsys)
     assert code == 0 and "5 continuations of each prompt: on this machine a prompt costs" in printed
     assert list(counts(out).values()).count(5) == 3 + list(counts(piloted).values()).count(5)
     assert read(out / "grams" / "run.json")["pilot"]["continuations"] == 5
@@ -84,7 +84,7 @@ def test_the_choice_in_words():
 
 def test_a_plan_measures_the_pilot_and_the_run_uses_it(policy, many, tmp_path, capsys):
     code, printed, _ = run(policy, many, tmp_path, "--plan", "--until", 0.5, capsys=capsys)
-    assert code == 0 and len(counts(tmp_path)) == 8 and not (tmp_path / RESULTS).exists()
+    assert code == 0 and 8 <= len(counts(tmp_path)) <= 24 and not (tmp_path / RESULTS).exists()
     rows = re.findall(r"^ +(\d+) +(\d+) +[\d.]+ (?:s|min|h|days) +\+-(\d+)% +[\d.]+ [kMG]B$", printed, re.M)
     widths = {(int(T), int(n)): int(width) for T, n, width in rows}
     best = read(tmp_path / "grams" / "run.json")["pilot"]["continuations"]

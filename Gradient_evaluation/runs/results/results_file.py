@@ -147,7 +147,7 @@ def replaced(path: Path, results: dict) -> str | None:
 
 
 # flags that results of earlier versions lack, with their defaults
-FLAGS_ADDED_LATER = {"reward_weights": None, "dataset": None, "split": None, "rollouts": None}
+FLAGS_ADDED_LATER = {"reward_weights": None, "dataset": None, "split": None, "rollouts": None, "pilot": False}
 NOT_IN_RESULTS = (
     "device",
     "gen_bs",
@@ -161,6 +161,8 @@ NOT_IN_RESULTS = (
     "trust_remote_code",
     "reward_timeout",
     "save_rollouts",
+    "minutes",
+    "plan",
 )
 
 

@@ -1,4 +1,4 @@
-"""How many prompts, and how many continuations of each? The narrowest interval for the time (docs/precision.md).
+"""How many prompts, and how many continuations of each? The narrowest interval for the time (docs/long_runs.md).
 
 The relative variance of a quantity from T prompts with n continuations each is
 
