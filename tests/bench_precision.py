@@ -136,7 +136,7 @@ def common_random_numbers(n_prompts: int, n: int) -> None:
     same, new = (measured(checkpoint(PERTURBED), rows, n, seed) for seed in (0, 1))
     print(f"\ntwo checkpoints, {n_prompts} prompts of {n}: spread of a prompt's difference, over that of other prompts")
     print("| quantity | same prompts, same random numbers | same prompts, other random numbers |\n|---|---|---|")
-    for index, name in enumerate(("||theta||^2", "c3", "GRPO's trace", "mean reward")):
+    for index, name in enumerate(("the square of theta", "c3", "GRPO's trace", "mean reward")):
         apart = np.sqrt(first[:, index].var(ddof=1) + new[:, index].var(ddof=1))
         ratios = [np.std(other[:, index] - first[:, index], ddof=1) / apart for other in (same, new)]
         print(f"| {name} | {ratios[0]:.2f} | {ratios[1]:.2f} |", flush=True)

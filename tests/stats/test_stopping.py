@@ -13,8 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from abstract_policy import prompts_with
-from test_coverage import heavy_tailed, two_levels
+from abstract_policy import heavy_tailed, prompts_with, two_levels
 
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.precision import Quantity, estimate_of, is_enough, looks, may_stop
