@@ -140,3 +140,28 @@ def plain_case(n=40, c1=1.0, c2=1.0, c3=9.0, spread=0.1, seed=0, mean=0.0):
     gradients = mean + generator.normal(size=(n, 3)) * 0.05
     theta_sq = c1 + 3 * mean**2 + noise[0]
     return theta_sq, c2 / 4 + noise[1], (c3 + c2) / 2 + noise[2], gradients, [coin(512)] * n
+
+
+def heavy_tailed(generator, kind: str, spread: float, n: int) -> np.ndarray:
+    """(n,) positive values of mean 1 whose standard deviation is ``spread``."""
+    if kind == "gamma":
+        return generator.gamma(spread**-2, spread**2, n)
+    width = np.sqrt(np.log1p(spread**2))
+    return np.exp(width * generator.standard_normal(n) - width**2 / 2)
+
+
+def two_levels(generator, n: int, spread=0.5, common=0.5, noise=2.0, c3=30.0, dim=40):
+    """theta_sq, zeta1, zeta2, gradients of n prompts, and the true constants.
+
+    theta(x) = s (common e + u) with a lognormal s and a random u of mean square 1; its estimate has noise of mean
+    square s^2 noise^2; ||theta(x)||^2 is estimated from two halves, so without bias.
+    """
+    scale = heavy_tailed(generator, "lognormal", spread, n)
+    shared = common * np.eye(dim)[0]
+    theta = scale[:, None] * (shared + generator.standard_normal((n, dim)) / np.sqrt(dim))
+    halves = theta + scale[:, None] * noise * np.sqrt(2 / dim) * generator.standard_normal((2, n, dim))
+    c2_x, c3_x = (scale**2 * generator.gamma(4, 0.25 * mean, n) for mean in (1.0, c3))
+    square = 1 + spread**2
+    truth = {"c1": square * (common**2 + 1) - common**2, "c2": square, "c3": c3 * square}
+    truth["G_star"] = 1 + np.sqrt(truth["c3"] / truth["c1"])
+    return ((halves[0] * halves[1]).sum(-1), c2_x / 4, (c3_x + c2_x) / 2, halves.mean(0)), truth

@@ -28,7 +28,15 @@ from Gradient_evaluation.runs.results.summaries import Notes, theta_of
 from Gradient_evaluation.settings import TracecovSettings, continuations_of
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.group_size.design import Spread, spread_of
-from Gradient_evaluation.stats.group_size.precision import Quantity, estimate_of, forecast, half_width, is_enough, looks
+from Gradient_evaluation.stats.group_size.precision import (
+    Quantity,
+    estimate_of,
+    forecast,
+    half_width,
+    is_enough,
+    looks,
+    may_stop,
+)
 from Gradient_evaluation.stats.missing import Missing
 from Gradient_evaluation.stats.prompts import PromptMoments, joined, reduce_prompts
 
@@ -91,7 +99,7 @@ class Until:
         while not self.enough and self._read_next():
             if self.n_ready in self.schedule:
                 self.looks.append(self.look())
-                self.enough = self._is_enough(self.looks[-1])
+                self.enough = may_stop([*map(self._is_enough, self.looks)], self.n_ready == len(self.plan.chosen))
         if self.enough and processes is not None:
             processes.tell(ENOUGH)
 

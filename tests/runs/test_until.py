@@ -15,6 +15,7 @@ from Gradient_evaluation.runs import tracecov, until
 from Gradient_evaluation.runs.inputs import prompts as runs_prompts
 from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.runs.results.stopping import stopping_text
+from Gradient_evaluation.stats.group_size.precision import may_stop
 
 PROMPTS = ["".join(each) for n in (1, 2, 3, 4) for each in itertools.product("123", repeat=n)][:60]
 
@@ -56,14 +57,15 @@ def without_unused(files):
     return {**{name: content for name, content in files.items() if not name.endswith(".npz")}, RESULTS: results}
 
 
-def test_a_run_stops_at_the_first_look_that_is_precise_enough(stopped):
+def test_a_run_stops_where_two_looks_in_a_row_are_precise_enough(stopped):
     results = read(stopped / RESULTS)
     found = results["stopping"]
     assert found["reached"] and 20 < found["n_prompts"] < len(PROMPTS) and found["n_unused"] == 0
     assert results["n_prompts"] == found["n_prompts"] == len(grams(stopped))
     assert [look["n_prompts"] for look in found["looks"]][:3] == [20, 22, 25]
     widths = [(look["interval"][1] - look["interval"][0]) / 2 / look["value"] for look in found["looks"]]
-    assert widths[-1] <= 0.5 < min(widths[:-1])
+    assert [width <= 0.5 for width in widths[-3:]] == [False, True, True] and may_stop([width <= 0.5 for width in widths])
+    assert not may_stop([width <= 0.5 for width in widths[:-1]])
     assert results["conditional_on_x"]["naive"] == pytest.approx([found["value"]])
     assert results["conditional_on_x_ci95"]["naive"][0] == pytest.approx(found["interval"])
 

@@ -3,14 +3,17 @@
     quantity = Quantity.parse("G_star")                          or trace:grpo:8, snr:grpo:8, difference:grpo:naive:8
     value, low, high, reason = estimate_of(quantity, prompts, theta, bootstrap)
     is_enough(value, low, high, 0.2)                             the interval is within +-20% of the value
+    may_stop([False, True, True])                                whether that was so at each look; two in a row end a run
 
-To look after every prompt and stop at the first narrow interval would stop at intervals that are narrow by chance. ``looks``
-begins at 20 prompts, and each look has a tenth more than the last.
+A run that stops at the first narrow interval stops at intervals that are narrow by chance, most of all where a few prompts
+that are rare and large are not yet among the first. So ``looks`` begins at 20 prompts and each has a tenth more than the last,
+and ``may_stop`` asks for two narrow ones in a row. tests/stats/test_stopping.py simulates the coverage where a run stops.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +29,7 @@ G_STAR = "G_star"
 KINDS = {"trace": 1, "snr": 1, "difference": 2}  # how many estimators each kind names
 FORMS = "give G_star, trace:NAME:K, snr:NAME:K or difference:A:B:K"
 FIRST_LOOK = 20
+IN_A_ROW = 2  # looks that are precise enough before a run stops
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,18 @@ def is_enough(value: float | None, low: float | None, high: float | None, until:
     """Whether both ends are within ``until`` times the value of it."""
     width = None if value is None else half_width(value, low, high)
     return width is not None and width <= until
+
+
+def may_stop(enough: Sequence[bool], is_last: bool = False) -> bool:
+    """Whether a run may stop, from ``is_enough`` at each look so far: the last two are.
+
+    is_last: every prompt is measured. Chance then did not choose their number, and the last look alone counts.
+
+    >>> may_stop([False, True]), may_stop([False, True, True]), may_stop([True, False, True])
+    (False, True, False)
+    """
+    last = enough[-1 if is_last else -IN_A_ROW :]
+    return all(last) and len(last) == (1 if is_last else IN_A_ROW)
 
 
 def looks(most: int) -> list[int]:
