@@ -36,12 +36,12 @@ from Gradient_evaluation.settings import (
 
 def parse_args() -> TracecovSettings:
     with importing():
-        from Gradient_evaluation.stats.estimators import DEFAULT, ESTIMATORS, resolve
+        from Gradient_evaluation.stats.estimators import ALIASES, ALL, DEFAULT, ESTIMATORS, resolve
     parser = Parser(description=__doc__.split("\n")[0])
     add_shared_flags(parser)
     add_prompt_flags(parser.add_argument_group("prompts and continuations"))
     add_gram_flags(parser.add_argument_group("Grams"))
-    add_result_flags(parser.add_argument_group("results"), ESTIMATORS)
+    add_result_flags(parser.add_argument_group("results"), [*ESTIMATORS, *ALIASES])
     args = parser.parse_args()
     check_source(parser, args)
     args.K_list = group_sizes(args.K_list)
@@ -52,7 +52,7 @@ def parse_args() -> TracecovSettings:
         )
     args.plot_path = args.plot_path or args.save_json
     try:
-        names = ESTIMATORS if args.estimators == ["all"] else args.estimators
+        names = ALL if args.estimators == ["all"] else args.estimators
         args.estimators = [name for name in resolve(names) if name not in DEFAULT]
     except ValueError as error:
         parser.error(f"--estimators: {error}")
@@ -181,7 +181,7 @@ def add_result_flags(group, names) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help=f"more estimators to compare: {', '.join(names)}; all for every one",
+        help=f"more estimators to compare: {', '.join(names)}; all for every one that is not called after a trainer",
     )
     group.add_argument(
         "--budget", type=integer(2), metavar="N", help="also the predicted MSE of every G at N = B*G continuations per step"
