@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from Gradient_evaluation.cli import MOST_CONTINUATIONS, Parser, add_shared_flags, group_sizes, importing, integer, run
+from Gradient_evaluation.cli import MOST_CONTINUATIONS, Parser, add_shared_flags, group_sizes, importing, integer, number, run
 from Gradient_evaluation.settings import (
     GRAM_DTYPES,
     NOT_WITH_ROLLOUTS,
@@ -94,6 +94,9 @@ def check_source(parser: Parser, args) -> None:
         parser.error(f"{', '.join(without_effect)}: no effect with --rollouts, which brings the continuations; leave out")
     if args.importance_weights and not args.rollouts:
         parser.error("--importance_weights: no effect without --rollouts, as the run samples from --model itself; leave out")
+    if adam := [flag for flag in given if flag.startswith("--adam_")]:
+        if not args.optimizer_state:
+            parser.error(f"{', '.join(adam)}: no effect without --optimizer_state; leave out")
     if args.importance_weights and args.by_layer:
         parser.error("--by_layer: the moments of modules are not weighted; leave it out, or --importance_weights")
     if args.importance_weights and args.scoring == "published":
@@ -172,6 +175,12 @@ def add_gram_flags(group) -> None:
         default=16,
         help="size of the gradient sketches behind the group-size law, 0 for none (%(default)s)",
     )
+    group.add_argument(
+        "--optimizer_state", metavar="PATH", help="measure everything in Adam's metric too: optimizer.pt, or safetensors of v"
+    )
+    group.add_argument("--adam_step", type=integer(1), metavar="N", help="steps behind v (the state's; none: v is corrected)")
+    group.add_argument("--adam_beta2", type=number(0, 1, low_included=True), metavar="B", help="(the state's, or 0.999)")
+    group.add_argument("--adam_eps", type=number(0, low_included=True), metavar="EPS", help="(the state's, or 1e-8)")
     group.add_argument("--allow_mismatch", action="store_true", help="take a table made under another law")
 
 

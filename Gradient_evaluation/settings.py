@@ -133,6 +133,10 @@ class TracecovSettings(Settings):
     by: str | None
     allocate: int | None
     sketch_dim: int
+    optimizer_state: str | None
+    adam_step: int | None
+    adam_beta2: float | None
+    adam_eps: float | None
     allow_mismatch: bool
     from_grams: str | None
     save_json: str

@@ -65,8 +65,8 @@ def metric_of(
     missing = [name for name in names.values() if name not in moments]
     if missing:
         raise ValueError(
-            f"metric: {len(missing)} of the {len(names)} measured parameters have no second moment, the first is {missing[0]}; were "
-            "they frozen in that training? --params chooses what is measured"
+            f"metric: {len(missing)} of the {len(names)} measured parameters have no second moment, the first is {missing[0]}; "
+            "were they frozen in that training? --params chooses what is measured"
         )
     for key, name in names.items():
         if moments[name].v.shape != parameters[key].shape:

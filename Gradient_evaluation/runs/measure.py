@@ -12,6 +12,7 @@ from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.runs.checks import check_block, check_sampler, in_float32, self_audit
 from Gradient_evaluation.runs.gram_store import GramRecord, scalar_columns
 from Gradient_evaluation.runs.memory import Batch
+from Gradient_evaluation.runs.optimizer_state import second_moments
 from Gradient_evaluation.runs.oracle_table import OracleRow, oracle_components
 from Gradient_evaluation.runs.prompts import sampling_law
 from Gradient_evaluation.runs.rewards import Rewards
@@ -64,9 +65,10 @@ def score_gram(model, settings: TracecovSettings) -> ScoreGram:
             budget=settings.gram_memory * 2**20,
             gradient_checkpointing=settings.gradient_checkpointing,
             gram_dtype=settings.gram_dtype,
+            metric=second_moments(model, settings) if settings.optimizer_state else None,
         )
     except ValueError as error:  # it begins with the argument, which has the flag's name
-        raise UserError(f"--{error}") from None
+        raise UserError(f"--{str(error).replace('metric:', f'optimizer_state {settings.optimizer_state}:', 1)}") from None
 
 
 def scored(continuations: Sequence[Continuation], scoring: str) -> tuple[list[tuple[int, ...]], list[list[bool]] | None]:
@@ -167,6 +169,7 @@ class Measurement:
         with_sketches = self.settings.sketch_dim and not self.settings.importance_weights  # sketches are not weighted
         names = sketched_names(self.settings.estimators) if with_sketches else None
         grams, values, moments, sketches, start = [], [], [], [], 0
+        in_metric, metric_sketches = [], []
         for size in block_sizes(len(drawn), largest):
             part = slice(start, start + size)
             start += size
@@ -179,6 +182,9 @@ class Measurement:
             values.append(block.log_probs)
             if names:
                 sketches.append(block.sketch)
+            if self.gram.metric is not None:
+                in_metric.append(block.metric_gram)
+                metric_sketches.append(block.metric_sketch)
             if self.settings.by_layer:
                 moments.append(layer_moments(block.by_module, rewards.total[part]))
         sketch, ends = np.mean(sketches, axis=0) if sketches else None, np.cumsum([len(gram) for gram in grams])
@@ -189,6 +195,8 @@ class Measurement:
             "modules": self.gram.modules if moments else None,
             "module_moments": np.mean(moments, axis=0) if moments else None,
             "sketch": sketch[: len(names)] if names else None,
+            "metric_grams": in_metric or None,
+            "metric_sketch": np.mean(metric_sketches, axis=0)[: len(names)] if names and in_metric else None,
             "component_sketch": sketch[len(names) :] if names and self.several else None,
             "module_oracle": _module_oracle(row, moments, np.split(rewards.total, ends[:-1])),
             "sketch_names": names,

@@ -22,6 +22,7 @@ WIDTH = 126  # letters of a line of text on the terminal; rows of a table may be
 def report(results: dict) -> str:
     """MSE by K, the other estimators, the largest modules, the checks and the score norms."""
     lines = [*_mse_table(results), *_notes(results), *_by_reward(results), *_other_estimators(results)]
+    lines += _optimizer_metric(results)
     lines += [*_by_group(results), *_allocation(results), *_largest_modules(results)]
     checks = [_on_policy(results["on_policy_check"]), _sampler_check(results.get("checks", {})), _norms(results)]
     checks += check_lines(results["rollouts_check"]) if "rollouts_check" in results else []
@@ -155,6 +156,21 @@ def _other_estimators(results: dict) -> list[str]:
             dropped = "" if each is None or each <= K else f" | {each:.3g} continuations are sampled for a group that is kept"
             lines.append(f"{K:>6}  " + " | ".join(f"{cell:>30}" for cell in cells) + dropped)
     return [*lines, ""]
+
+
+def _optimizer_metric(results: dict) -> list[str]:
+    """GRPO in the optimiser's metric beside the plain one; [] without --optimizer_state."""
+    found = results.get("optimizer_metric")
+    if found is None:
+        return []
+    lines = ["", "in the metric of --optimizer_state, 1 / (sqrt(v) + eps): MSE of GRPO | signal-to-noise ratio (plain)"]
+    for i, K in enumerate(results["K_list"]):
+        grpo, plain = (each["estimators"]["grpo"] for each in (found, results))
+        cells = [_cell(grpo, "mse", i), f"{_cell(grpo, 'signal_to_noise', i)} ({_cell(plain, 'signal_to_noise', i)})"]
+        lines.append(f"{K:>6}  " + " | ".join(f"{cell:>30}" for cell in cells))
+    own, plain = (each["group_size_law"] for each in (found, results))
+    beside = "" if plain["G_star"] is None else f" (plain: {_number(plain, 'G_star', '.3g')})"
+    return [*lines, wrapped(f"  best group size G* = {_number(own, 'G_star', '.3g')}{beside}"), ""]
 
 
 def _by_group(results: dict) -> list[str]:

@@ -61,6 +61,7 @@ class Notes:
     component_weights: list[float] | None = None
     compared: list[dict | None] = field(default_factory=list)  # of rollouts, by prompt
     weighted: bool = False
+    has_metric: bool = True
 
     def passing(self, records: Iterable) -> Iterable:
         """Yield each record, after its notes are taken."""
@@ -85,6 +86,7 @@ class Notes:
             self.columns.append(record.columns)
             self.compared.append(record.rollouts_check)
             self.weighted |= record.log_weights is not None
+            self.has_metric &= record.metric_grams is not None
             self.block_sizes.update(len(gram) for gram in record.grams)
             if record.modules is not None:
                 self.layers.append((record.modules, record.module_moments, record.module_oracle))
@@ -184,6 +186,14 @@ def rewards_alone(settings: TracecovSettings, records: Iterable, notes: Notes, a
         return summary_of(alone, prompts, notes.sketched, about, PromptBootstrap(len(prompts), seed=alone.seed))
 
     return by_reward(records, notes.component_names, notes.component_weights, summarise)
+
+
+def in_metric(settings: TracecovSettings, records: Iterable, about: dict) -> dict:
+    """The entry ``optimizer_metric``: every number once more, in the metric of --optimizer_state."""
+    notes = Notes()
+    metric = (record.in_metric() for record in records)
+    prompts = estimators.reduce_prompts(notes.passing(metric), settings.K_list, settings.estimators)
+    return summary_of(settings, prompts, notes.sketched, about, PromptBootstrap(len(prompts), seed=settings.seed))
 
 
 def check_allocation(total: int, n_prompts: int) -> None:

@@ -33,6 +33,7 @@ OF_ITS_REWARDS = (
     "greedy_components",
     "oracle_components",
     "component_sketch",
+    "metric_sketch",
 )
 HALF_PRECISION = 0.1  # by which log pi of a continuation may differ between sampler and scorer, per root of its tokens
 
@@ -75,12 +76,17 @@ def _without_left_out(record: GramRecord, kept: np.ndarray, where: str) -> GramR
     if not kept.any():
         raise UserError(f"{where}: no block of its prompt has {MIN_BLOCK} continuations with a reward; leave the prompt out")
     components, log_weights = record.components, record.log_weights
+
+    def of_kept(grams: list[np.ndarray]) -> list[np.ndarray]:
+        return [gram[np.ix_(kept[part], kept[part])] for gram, part in zip(grams, parts) if kept[part].any()]
+
     return replace(
         record,
         rewards=record.rewards[kept],
         lengths=record.lengths[kept],
         log_probs=record.log_probs[kept],
-        grams=[gram[np.ix_(kept[part], kept[part])] for gram, part in zip(record.grams, parts) if kept[part].any()],
+        grams=of_kept(record.grams),
+        metric_grams=None if record.metric_grams is None else of_kept(record.metric_grams),
         components=None if components is None else components[:, kept],
         log_weights=None if log_weights is None else log_weights[kept],
         n_left_out=int((~kept).sum()),
