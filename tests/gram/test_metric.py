@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from grams import LAW, LENGTHS, PROMPT, block_of, score_gram, tokens
-from test_layers import low_rank_model, low_rank_rule, registered
+from grams import LAW, LENGTHS, PROMPT, block_of, low_rank_model, low_rank_rule, registered, score_gram, tokens
 from tiny_models import FAMILIES, float_means_double, per_sample_scores, random_continuations, tiny_model
 
 from Gradient_evaluation.errors import UserError
