@@ -94,6 +94,8 @@ def check_source(parser: Parser, args) -> None:
         parser.error(f"{', '.join(without_effect)}: no effect with --rollouts, which brings the continuations; leave out")
     if args.importance_weights and not args.rollouts:
         parser.error("--importance_weights: no effect without --rollouts, as the run samples from --model itself; leave out")
+    if args.clip and not args.budget:
+        parser.error("--clip: give --budget too, the continuations of a step")
     if adam := [flag for flag in given if flag.startswith("--adam_")]:
         if not args.optimizer_state:
             parser.error(f"{', '.join(adam)}: no effect without --optimizer_state; leave out")
@@ -194,6 +196,12 @@ def add_result_flags(group, names) -> None:
     )
     group.add_argument(
         "--budget", type=integer(2), metavar="N", help="also the predicted MSE of every G at N = B*G continuations per step"
+    )
+    group.add_argument(
+        "--clip",
+        type=number(0, low_included=False),
+        metavar="NORM",
+        help="also the share of steps of --budget continuations whose gradient is clipped at this norm",
     )
     group.add_argument(
         "--by", metavar="COLUMN", help="also every number for each value of this column of the prompts: data_source, level, ..."

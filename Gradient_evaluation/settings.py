@@ -25,6 +25,7 @@ WITH_FROM_GRAMS = (
     "--estimators",
     "--allocate",
     "--budget",
+    "--clip",
     "--reward_weights",
     "--by",
     "--save_json",
@@ -130,6 +131,7 @@ class TracecovSettings(Settings):
     params: str | None
     by_layer: bool
     budget: int | None
+    clip: float | None
     by: str | None
     allocate: int | None
     sketch_dim: int

@@ -22,7 +22,7 @@ WIDTH = 126  # letters of a line of text on the terminal; rows of a table may be
 def report(results: dict) -> str:
     """MSE by K, the other estimators, the largest modules, the checks and the score norms."""
     lines = [*_mse_table(results), *_notes(results), *_by_reward(results), *_other_estimators(results)]
-    lines += _optimizer_metric(results)
+    lines += [*_optimizer_metric(results), *_clip(results)]
     lines += [*_by_group(results), *_allocation(results), *_largest_modules(results)]
     checks = [_on_policy(results["on_policy_check"]), _sampler_check(results.get("checks", {})), _norms(results)]
     checks += check_lines(results["rollouts_check"]) if "rollouts_check" in results else []
@@ -171,6 +171,23 @@ def _optimizer_metric(results: dict) -> list[str]:
     own, plain = (each["group_size_law"] for each in (found, results))
     beside = "" if plain["G_star"] is None else f" (plain: {_number(plain, 'G_star', '.3g')})"
     return [*lines, wrapped(f"  best group size G* = {_number(own, 'G_star', '.3g')}{beside}"), ""]
+
+
+def _clip(results: dict) -> list[str]:
+    """How many steps --clip cuts; [] without it."""
+    found = results.get("clip")
+    if found is None:
+        return []
+    head = f"share of steps of {found['N']} continuations whose gradient is longer than {found['threshold']:g}, by G (groups)"
+    lines = ["", f"{head} [95% interval] | its root mean square norm"]
+    for name, each in found["estimators"].items():
+        lines.append(f"  {label_of(name)}")
+        for i, (G, B) in enumerate(zip(found["G"], found["B"])):
+            norm = "-" if each["norm_sq"][i] is None else f"{max(0.0, each['norm_sq'][i]) ** 0.5:.3g}"
+            lines.append(f"{G:>6} ({B}) {value_text(each['share'][i], each['share_ci95'][i]):>24} | {norm}")
+        if why := found["reasons"].get(f"estimators.{name}.share"):
+            lines.append(wrapped(f"    note: {why}"))
+    return [*lines, ""]
 
 
 def _by_group(results: dict) -> list[str]:

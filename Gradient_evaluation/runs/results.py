@@ -25,6 +25,7 @@ from Gradient_evaluation.runs.summaries import (
     Notes,
     by_group,
     check_allocation,
+    clipping_of,
     in_metric,
     layers_of,
     rewards_alone,
@@ -74,6 +75,8 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
         summary["by_group"] = by_group(settings, prompts, notes, about)
     if notes.component_names:
         summary["by_reward"] = rewards_alone(settings, records, notes, about)
+    if settings.clip:
+        summary["clip"] = clipping_of(settings, prompts, records, summary, bootstrap)
     if notes.has_metric:
         summary["optimizer_metric"] = in_metric(settings, records, about)
     if notes.layers:

@@ -24,6 +24,7 @@ from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.allocation import LEAST
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
+from Gradient_evaluation.stats.clip import Clip, clipped_names, clipping, group_squares
 from Gradient_evaluation.stats.group_size import group_size_law
 from Gradient_evaluation.stats.missing import Missing
 from Gradient_evaluation.stats.modules import by_layer, oracle_traces
@@ -186,6 +187,18 @@ def rewards_alone(settings: TracecovSettings, records: Iterable, notes: Notes, a
         return summary_of(alone, prompts, notes.sketched, about, PromptBootstrap(len(prompts), seed=alone.seed))
 
     return by_reward(records, notes.component_names, notes.component_weights, summarise)
+
+
+def clipping_of(
+    settings: TracecovSettings, prompts: PromptMoments, records: Iterable, summary: dict, bootstrap: PromptBootstrap
+) -> dict:
+    """The entry ``clip``: how many steps --clip cuts, at those of --K_list that --budget holds."""
+    names, sizes = clipped_names(settings.estimators), [size for size in settings.K_list if size <= settings.budget]
+    law = summary["group_size_law"]
+    norm = law["mean_theta_norm_sq"]
+    norm = Missing(law["reasons"]["mean_theta_norm_sq"]) if norm is None else norm
+    squares = group_squares(records, names, sizes)
+    return clipping(prompts, squares, names, sizes, Clip(settings.clip, settings.budget, norm), bootstrap)
 
 
 def in_metric(settings: TracecovSettings, records: Iterable, about: dict) -> dict:

@@ -35,6 +35,7 @@ from Gradient_evaluation.stats.missing import Missing
 from Gradient_evaluation.stats.moments import (
     NO_WEIGHTED_GROUPS,
     Moments,
+    batch_std,
     best_baseline,
     given_kept,
     group_mean,
@@ -273,6 +274,12 @@ def update_weights(name: str, rewards: np.ndarray, lengths: np.ndarray) -> np.nd
     if entry.batch_std:
         weights = weights / (rewards.std(ddof=1) + TRL_EPSILON)
     return weights / lengths[kept].mean() if entry.per_token and kept.any() else weights
+
+
+def batch_factor(prompts: PromptMoments, name: str) -> float:
+    """What an entry without dropped groups multiplies every group's (1/K) sum_i A_i g_i by: the constants of its batch."""
+    entry = ESTIMATORS[name]
+    return (1 / prompts.mean_length if entry.per_token else 1.0) / (batch_std(prompts) if entry.batch_std else 1.0)
 
 
 def moments_of(prompts: PromptMoments, name: str, group_size: int) -> Moments:

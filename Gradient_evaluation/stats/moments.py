@@ -204,8 +204,13 @@ def over_batch_std(prompts: PromptMoments, found: Moments) -> Moments:
 
     TRL's scale_rewards="batch". As in ``over_mean_length`` this is a constant, to which the batch's own tends.
     """
+    return scaled(found, 1 / batch_std(prompts))
+
+
+def batch_std(prompts: PromptMoments) -> float:
+    """Standard deviation of the rewards of all continuations, and TRL's 1e-4."""
     within = np.mean([each.variance for each in prompts.outcomes])
-    return scaled(found, 1 / (np.sqrt(within + prompts.mean_reward.var()) + TRL_EPSILON))
+    return float(np.sqrt(within + prompts.mean_reward.var()) + TRL_EPSILON)
 
 
 def scaled(found: Moments, factor: float) -> Moments:
