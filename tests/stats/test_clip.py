@@ -65,7 +65,7 @@ def test_the_share_is_that_of_simulated_batches(world, name):
             assert found["share"][position] == pytest.approx(1 - percent / 100, abs=0.13), (size, percent)
             low, high = found["share_ci95"][position]
             assert 0 <= low <= found["share"][position] <= high <= 1
-        assert found["norm_sq"][position] == pytest.approx(norms.mean(), rel=0.04)
+        assert found["norm_sq"][position] == pytest.approx(norms.mean(), rel=0.06)
         assert found["norm_sq_std"][position] == pytest.approx(norms.std(), rel=0.3)
 
 
