@@ -96,6 +96,7 @@ def check_source(parser: Parser, args) -> None:
         parser.error("--importance_weights: no effect without --rollouts, as the run samples from --model itself; leave out")
     if args.clip and not args.budget:
         parser.error("--clip: give --budget too, the continuations of a step")
+    check_kl(parser, args)
     if adam := [flag for flag in given if flag.startswith("--adam_")]:
         if not args.optimizer_state:
             parser.error(f"{', '.join(adam)}: no effect without --optimizer_state; leave out")
@@ -103,6 +104,18 @@ def check_source(parser: Parser, args) -> None:
         parser.error("--by_layer: the moments of modules are not weighted; leave it out, or --importance_weights")
     if args.importance_weights and args.scoring == "published":
         parser.error("--importance_weights: weights are ratios of exact log-probs; leave out --scoring published")
+
+
+def check_kl(parser: Parser, args) -> None:
+    """Refuse, in one line, the flags of a KL term where one has no effect or the law is not that of the trainers' KL."""
+    if not args.from_grams and bool(args.kl_coef) != bool(args.ref_model):
+        parser.error("--kl_coef and --ref_model: give both, the coefficient of the KL term and the reference policy")
+    if args.ref_model and (args.top_p < 1 or args.top_k):
+        parser.error("--ref_model: trainers take the KL of the whole softmax; sample with --top_p 1 and without --top_k")
+    if args.ref_model and args.scoring == "published":
+        parser.error("--ref_model: the KL is that of exact log-probs; leave out --scoring published")
+    if args.ref_model and args.importance_weights:
+        parser.error("--importance_weights: a KL term has no weighted form; leave it out, or --ref_model")
 
 
 def add_prompt_flags(group) -> None:
@@ -177,6 +190,13 @@ def add_gram_flags(group) -> None:
         default=16,
         help="size of the gradient sketches behind the group-size law, 0 for none (%(default)s)",
     )
+    group.add_argument("--ref_model", metavar="MODEL", help="of a KL term: hub id or folder of the reference policy")
+    group.add_argument(
+        "--kl_type",
+        choices=["k3", "k2"],
+        default="k3",
+        help="its gradient: k3, VERL's low_var_kl; k2, also that of VERL's k3+ and of TRL's default (%(default)s)",
+    )
     group.add_argument(
         "--optimizer_state", metavar="PATH", help="measure everything in Adam's metric too: optimizer.pt, or safetensors of v"
     )
@@ -202,6 +222,12 @@ def add_result_flags(group, names) -> None:
         type=number(0, low_included=False),
         metavar="NORM",
         help="also the share of steps of --budget continuations whose gradient is clipped at this norm",
+    )
+    group.add_argument(
+        "--kl_coef",
+        type=number(0, low_included=False),
+        metavar="BETA",
+        help="also the losses with beta times the KL (k3) to --ref_model; with --from_grams of a run with --ref_model",
     )
     group.add_argument(
         "--by", metavar="COLUMN", help="also every number for each value of this column of the prompts: data_source, level, ..."

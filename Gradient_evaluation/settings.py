@@ -26,6 +26,7 @@ WITH_FROM_GRAMS = (
     "--allocate",
     "--budget",
     "--clip",
+    "--kl_coef",
     "--reward_weights",
     "--by",
     "--save_json",
@@ -135,6 +136,9 @@ class TracecovSettings(Settings):
     by: str | None
     allocate: int | None
     sketch_dim: int
+    ref_model: str | None
+    kl_type: str
+    kl_coef: float | None
     optimizer_state: str | None
     adam_step: int | None
     adam_beta2: float | None

@@ -149,16 +149,20 @@ class ScoreGram:
         masks: Sequence[Sequence[bool]] | None = None,
         by_module: bool = False,
         weights: np.ndarray | None = None,
+        token_weights: Sequence[Sequence[float]] | None = None,
     ) -> Block:
         """Gram and log-probs of the B continuations (at least one) of one prompt, and the Gram of every module.
 
         prompt_ids, continuations: token ids. masks: of every token of every continuation whether it counts (True, 1) or
         has no share in log pi (False, 0); None: all count. weights (E, B): with a sketch_dim, the combinations of scores
-        to sketch, from the same backward. Raises FloatingPointError when a log-prob or the Gram is not finite, and
-        ValueError for arguments that do not fit.
+        to sketch, from the same backward. token_weights: instead of masks, a number w_it for every token; then the
+        scores are sum_t w_it grad log pi_t, and log_probs the sums of w_it log pi_t. Raises FloatingPointError when a
+        log-prob or the Gram is not finite, and ValueError for arguments that do not fit.
         """
         with self._running():
             rows = self._rows(prompt_ids, continuations, masks)
+            if token_weights is not None:
+                rows = rows.weighted(token_weights)
             sketches = None if weights is None else self._sketches(weights, len(continuations))
             in_metric = self._in_metric(weights, len(continuations))
             by_parameter, log_probs = self._grams(rows, sketches, in_metric)

@@ -24,7 +24,10 @@ from Gradient_evaluation.runs.files import write_bytes_atomic
 DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, IndexError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 # The fields of a record that are one JSON text in the file, and the arrays that not every record has.
 IN_JSON = "prompt_id index prompt ground_truth oracle_value n_oracle modules sketch_names greedy_reward order columns".split()
-OPTIONAL = "module_moments module_oracle sketch sketch_layout log_weights components component_sketch metric_sketch".split()
+OPTIONAL = (
+    "module_moments module_oracle sketch sketch_layout log_weights components component_sketch metric_sketch kl kl_sketch"
+).split()
+MORE_GRAMS = {"metric_grams": 1, "kl_grams": 2}  # and how many rows of each there are for a continuation
 LONGEST_TEXT = 200  # characters of a column that --by can name
 # The same of JSON texts: of several rewards, or of continuations that were left out.
 OPTIONAL_IN_JSON = "n_left_out component_names component_weights oracle_components greedy_components rollouts_check".split()
@@ -45,6 +48,8 @@ class GramRecord:
     greedy_reward: of the greedy continuation, or None. log_weights: (N,) log of the importance weights, up to a constant, of
     continuations that another law drew; else None. rollouts_check: of --rollouts, what runs/rollouts/compare.py found.
     metric_grams, metric_sketch: grams and sketch in the metric of --optimizer_state; None without it.
+    With --ref_model, kl_grams: one (2B, 2B) per block, of its scores and then of the same continuations' token-weighted scores
+    (stats/kl.py); kl_sketch (S,): of the mean of these; kl (N,): the sum over tokens of k3.
     n_left_out: continuations that had no reward (None), which are in none of the arrays; None for 0.
 
     Of C rewards where there are several, else None: components (C, N), NaN where a reward is None; their names and weights
@@ -82,6 +87,14 @@ class GramRecord:
     log_weights: np.ndarray | None = None
     metric_grams: list[np.ndarray] | None = None
     metric_sketch: np.ndarray | None = None
+    kl_grams: list[np.ndarray] | None = None
+    kl_sketch: np.ndarray | None = None
+    kl: np.ndarray | None = None
+
+    @property
+    def kl_blocks(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """[(gram (2B, 2B), rewards (B,), lengths (B,)), ...]"""
+        return [(gram, *block[1:3]) for gram, block in zip(self.kl_grams, self.blocks)]
 
     def in_metric(self) -> GramRecord:
         """The record with its Grams and sketch in the optimiser's metric in the place of the plain ones."""
@@ -111,8 +124,9 @@ class GramRecord:
         about = {name: getattr(self, name) for name in IN_JSON}
         about |= {name: getattr(self, name) for name in OPTIONAL_IN_JSON if getattr(self, name) is not None}
         extra = {name: getattr(self, name) for name in OPTIONAL if getattr(self, name) is not None}
-        if self.metric_grams is not None:
-            extra["metric_grams"] = np.concatenate([gram.ravel() for gram in self.metric_grams])
+        for name in MORE_GRAMS:
+            if (grams := getattr(self, name)) is not None:
+                extra[name] = np.concatenate([gram.ravel() for gram in grams])
         buffer = io.BytesIO()
         np.savez(
             buffer,
@@ -160,7 +174,7 @@ def load(path: Path) -> GramRecord:
             data = {name: file[name] for name in file.files}
         about = json.loads(str(data["about"]))
         sizes = data["block_sizes"].tolist()
-        checked = [name for name in ("grams", "rewards", "lengths", "log_probs", "metric_grams") if name in data]
+        checked = [name for name in ("grams", "rewards", "lengths", "log_probs", *MORE_GRAMS) if name in data]
         if not all(np.isfinite(data[name]).all() for name in checked):
             raise ValueError("not finite")
         if path.stem != path_of(path.parent, about["prompt_id"]).stem:
@@ -172,7 +186,7 @@ def load(path: Path) -> GramRecord:
             lengths=data["lengths"],
             log_probs=data["log_probs"],
             grams=_squares(data["grams"], sizes),
-            metric_grams=_squares(data["metric_grams"], sizes) if "metric_grams" in data else None,
+            **{name: _squares(data[name], [times * n for n in sizes]) for name, times in MORE_GRAMS.items() if name in data},
         )
 
 

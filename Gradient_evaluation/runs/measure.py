@@ -11,6 +11,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.runs.checks import check_block, check_sampler, in_float32, self_audit
 from Gradient_evaluation.runs.gram_store import GramRecord, scalar_columns
+from Gradient_evaluation.runs.kl import Reference
 from Gradient_evaluation.runs.memory import Batch
 from Gradient_evaluation.runs.optimizer_state import second_moments
 from Gradient_evaluation.runs.oracle_table import OracleRow, oracle_components
@@ -93,6 +94,7 @@ class Measurement:
         self.model, self.gram, self.source, self.settings = model, gram, source, settings
         self.several = source.rewards if source.rewards and source.rewards.are_several else None
         self.block = Batch("--block_size", planned_block_size(settings), least=SMALLEST_BLOCK)
+        self.reference = Reference(model, settings) if settings.ref_model else None
         self.comparison = Comparison(gram, sampling_law(settings), settings.allow_mismatch)
 
     def audit(self, row: OracleRow, prompt_ids: list[int]) -> dict:
@@ -169,13 +171,17 @@ class Measurement:
         with_sketches = self.settings.sketch_dim and not self.settings.importance_weights  # sketches are not weighted
         names = sketched_names(self.settings.estimators) if with_sketches else None
         grams, values, moments, sketches, start = [], [], [], [], 0
-        in_metric, metric_sketches = [], []
+        in_metric, metric_sketches, kl = [], [], []
         for size in block_sizes(len(drawn), largest):
             part = slice(start, start + size)
             start += size
             weights = self._sketch_weights(names, rewards, lengths, part) if names else None
             tokens, masks = scored(drawn[part], self.settings.scoring)
-            block = self.gram.block(prompt_ids, tokens, masks, self.settings.by_layer, weights)
+            if self.reference is None:
+                block = self.gram.block(prompt_ids, tokens, masks, self.settings.by_layer, weights)
+            else:
+                block, own = self.reference.block(self.gram, prompt_ids, tokens, masks, self.settings.by_layer, weights)
+                kl.append(own)
             if self.source.is_sampled and masks is None:
                 check_block(self.gram, sampling_law(self.settings), prompt_ids, drawn[part], block.log_probs, row.where)
             grams.append(block.gram)
@@ -195,6 +201,7 @@ class Measurement:
             "modules": self.gram.modules if moments else None,
             "module_moments": np.mean(moments, axis=0) if moments else None,
             "sketch": sketch[: len(names)] if names else None,
+            **_kl_fields(kl),
             "metric_grams": in_metric or None,
             "metric_sketch": np.mean(metric_sketches, axis=0)[: len(names)] if names and in_metric else None,
             "component_sketch": sketch[len(names) :] if names and self.several else None,
@@ -210,6 +217,18 @@ class Measurement:
             return weights
         alone = [leave_one_out_weights(np.nan_to_num(values[part]), lengths[part]) for values in rewards.components]
         return np.concatenate([weights, alone])
+
+
+def _kl_fields(found: list[dict]) -> dict:
+    """The fields of GramRecord that only --ref_model has."""
+    if not found:
+        return {}
+    sketches = [each["sketch"] for each in found]
+    return {
+        "kl_grams": [each["gram"] for each in found],
+        "kl_sketch": None if sketches[0] is None else np.mean(sketches, axis=0),
+        "kl": np.concatenate([each["values"] for each in found]),
+    }
 
 
 def _module_oracle(row: OracleRow, moments: list[np.ndarray], rewards: list[np.ndarray]) -> np.ndarray | None:

@@ -22,6 +22,7 @@ from Gradient_evaluation.runs import gram_store
 from Gradient_evaluation.runs.dataset import Row
 from Gradient_evaluation.runs.domains import column_values
 from Gradient_evaluation.runs.inputs import identity_of_rollouts, inputs_of, law_of_run, other_rewards, path_for_messages
+from Gradient_evaluation.runs.kl import identity_of as identity_of_reference
 from Gradient_evaluation.runs.measure import block_sizes, planned_block_size
 from Gradient_evaluation.runs.optimizer_state import digest_of
 from Gradient_evaluation.runs.prompts import chat_from, tokenised
@@ -165,6 +166,7 @@ def identity_beside_the_law(settings: TracecovSettings, sizes: list[int] | None)
         "greedy": "greedy" in extra_rollouts(settings.estimators) and not settings.rollouts,
         "gram_dtype": settings.gram_dtype,
         "optimizer_state": digest_of(settings),
+        **identity_of_reference(settings),
         "sketched": sketched,
         "sketched_at": settings.K_list[-1] if len(sketched) > 1 else None,
     }

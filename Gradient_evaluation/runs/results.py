@@ -30,6 +30,7 @@ from Gradient_evaluation.runs.summaries import (
     layers_of,
     rewards_alone,
     summary_of,
+    with_kl,
 )
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
@@ -77,6 +78,8 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
         summary["by_reward"] = rewards_alone(settings, records, notes, about)
     if settings.clip:
         summary["clip"] = clipping_of(settings, prompts, records, summary, bootstrap)
+    if settings.kl_coef:
+        summary["kl"] = with_kl(settings, prompts, records, notes.sketched, about, bootstrap)
     if notes.has_metric:
         summary["optimizer_metric"] = in_metric(settings, records, about)
     if notes.layers:

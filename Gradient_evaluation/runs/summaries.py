@@ -26,7 +26,8 @@ from Gradient_evaluation.stats.allocation import LEAST
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.clip import Clip, clipped_names, clipping, group_squares
 from Gradient_evaluation.stats.group_size import group_size_law
-from Gradient_evaluation.stats.missing import Missing
+from Gradient_evaluation.stats.kl import reduce_with_kl, summary_with_kl
+from Gradient_evaluation.stats.missing import Missing, with_reasons
 from Gradient_evaluation.stats.modules import by_layer, oracle_traces
 from Gradient_evaluation.stats.prompts import PromptMoments
 from Gradient_evaluation.stats.sketch_pairs import Sketches, SketchPart, prompt_averaged_cosines
@@ -199,6 +200,34 @@ def clipping_of(
     norm = Missing(law["reasons"]["mean_theta_norm_sq"]) if norm is None else norm
     squares = group_squares(records, names, sizes)
     return clipping(prompts, squares, names, sizes, Clip(settings.clip, settings.budget, norm), bootstrap)
+
+
+def with_kl(
+    settings: TracecovSettings, prompts: PromptMoments, records: Iterable, sketched: Sketched, about: dict, bootstrap
+) -> dict:
+    """The entry ``kl``: the losses with --kl_coef times the KL to the reference, and GRPO's group-size law with it.
+
+    {coef, mean_kl_per_token, estimators: see stats/kl.py, group_size_law, reasons}
+    """
+    names, kl, sketches = clipped_names(settings.estimators), [], []
+
+    def passing() -> Iterable:
+        for record in records:
+            if record.kl_grams is None:
+                raise UserError("--kl_coef: these Grams were made without --ref_model; measure with it, in a new --save_json")
+            kl.append(record.kl.sum() / record.lengths.sum())
+            if record.kl_sketch is not None and record.sketch is not None:
+                sketches.append((record.sketch[0] - settings.kl_coef * record.kl_sketch)[None])
+            yield record
+
+    moments, groups = reduce_with_kl(passing(), prompts, names, settings.K_list, settings.kl_coef)
+    together = sketched._replace(sketches=sketches if len(sketches) == len(prompts) else [None], names=["grpo"])
+    found = {
+        "coef": settings.kl_coef,
+        "mean_kl_per_token": float(np.mean(kl)),
+        "estimators": summary_with_kl(groups, names, settings.K_list, bootstrap),
+    }
+    return {**with_reasons(found), "group_size_law": group_size_law_of(moments, together, about, bootstrap)}
 
 
 def in_metric(settings: TracecovSettings, records: Iterable, about: dict) -> dict:

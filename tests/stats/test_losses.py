@@ -4,7 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from Gradient_evaluation.runs.kl import KL_TYPES
+from Gradient_evaluation.stats.clip import kind_of
 from Gradient_evaluation.stats.estimators import ALIASES, ESTIMATORS, update_weights
+from Gradient_evaluation.stats.kl import kl_weights
 
 VERL = [name for name in [*ESTIMATORS, *ALIASES] if name.startswith("verl_")]
 LONGEST = 7
@@ -127,6 +130,62 @@ def test_the_gradient_of_an_update_is_trls(trainer, scale_rewards):
         weights = torch.tensor(update_weights(name, rewards, lengths).ravel() * constant / 12, dtype=torch.float32)
         expected = weights @ torch.stack(scores)
         assert float((found - expected).norm() / expected.norm()) < 1e-5, name
+
+
+@pytest.mark.parametrize("kl_type", ["k3", "k3+", "k2"])
+def test_the_weights_of_the_kl_term_are_verls(kl_type):
+    """The gradient of VERL's penalty by the token's log-prob."""
+    pytest.importorskip("verl", reason="verl is not installed")
+    from verl.trainer.ppo.core_algos import kl_penalty
+
+    own = torch.linspace(-3, -0.1, 7, dtype=torch.float64, requires_grad=True)
+    ref = torch.linspace(-1, -4, 7, dtype=torch.float64)  # VERL cuts k3 off at 10
+    kl_penalty(own, ref, kl_type).sum().backward()
+    rho = np.exp((ref - own).detach().numpy())
+    assert KL_TYPES["k3" if kl_type == "k3" else "k2"](rho) == pytest.approx(own.grad.numpy(), rel=1e-12)
+
+
+@pytest.mark.parametrize("kl_type", ["k3", "k2"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "dr_grpo"])
+def test_the_gradient_with_a_kl_term_is_trls(trainer, loss_type, kl_type, monkeypatch):
+    """The KL term adds -beta sum u r, r = sum_t w_t grad log pi_t, to the gradient of a batch; k2 is TRL's default."""
+    assert trainer.args.use_bias_correction_kl
+    monkeypatch.setattr(trainer.args, "use_bias_correction_kl", kl_type == "k2")
+    model, beta = trainer.model, 0.4
+    monkeypatch.setattr(trainer, "scale_rewards", "batch")
+    monkeypatch.setattr(trainer, "loss_type", loss_type)
+    model.train()
+    batch = trainer._generate_and_score_completions(
+        [{"prompt": prompt} for prompt in trainer.train_dataset["prompt"] for _ in range(4)]
+    )
+    mask, inputs = batch["completion_mask"], torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    attention, width = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1), batch["completion_mask"].shape[1]
+
+    def log_probs(i):
+        return trainer._get_per_token_logps_and_entropies(model, inputs[i : i + 1], attention[i : i + 1], width)[0][0]
+
+    own = torch.stack([log_probs(i).detach() for i in range(12)])
+    batch["ref_per_token_logps"] = own + 0.5 * torch.randn(own.shape, generator=torch.Generator().manual_seed(0))
+    r = []
+    for i in range(12):
+        model.zero_grad()
+        rho = (batch["ref_per_token_logps"][i] - own[i]).exp().numpy()
+        (torch.tensor(KL_TYPES[kl_type](rho)) * mask[i] * log_probs(i)).sum().backward()
+        r.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    parts = [batch] if loss_type != "bnpo" else [part(batch, range(4 * g, 4 * g + 4)) for g in range(3)]
+    gradients = []
+    for coefficient in (0.0, beta):
+        monkeypatch.setattr(trainer, "beta", coefficient)
+        model.zero_grad()
+        for each in parts:
+            (trainer._compute_loss(model, each) / len(parts)).backward()
+        gradients.append(-torch.cat([p.grad.flatten() for p in model.parameters()]))
+    name, lengths = f"trl_{loss_type}_batch", mask.sum(1).numpy().reshape(3, 4)
+    weights = kl_weights(kind_of(ALIASES.get(name, name)), lengths).ravel() / 12
+    weights = weights / lengths.mean() if loss_type == "dapo" else weights / (LONGEST if loss_type == "dr_grpo" else 1)
+    expected = -beta * torch.tensor(weights, dtype=torch.float32) @ torch.stack(r)
+    found = gradients[1] - gradients[0]
+    assert float((found - expected).norm() / expected.norm()) < 1e-3  # a difference of two float32 gradients
 
 
 def part(batch, rows):

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.gram_store import GramRecord
+from Gradient_evaluation.runs.gram_store import MORE_GRAMS, GramRecord
 from Gradient_evaluation.runs.rewards import RunRewards
 from Gradient_evaluation.runs.rollouts.stored import rewards_of_rollouts
 from Gradient_evaluation.sampling.rollouts import Rollouts
@@ -77,8 +77,11 @@ def _without_left_out(record: GramRecord, kept: np.ndarray, where: str) -> GramR
         raise UserError(f"{where}: no block of its prompt has {MIN_BLOCK} continuations with a reward; leave the prompt out")
     components, log_weights = record.components, record.log_weights
 
-    def of_kept(grams: list[np.ndarray]) -> list[np.ndarray]:
-        return [gram[np.ix_(kept[part], kept[part])] for gram, part in zip(grams, parts) if kept[part].any()]
+    def of_kept(grams: list[np.ndarray] | None, times: int = 1) -> list[np.ndarray] | None:
+        if grams is None:
+            return None
+        rows = [np.tile(kept[part], times) for part in parts]
+        return [gram[np.ix_(row, row)] for gram, row in zip(grams, rows) if row.any()]
 
     return replace(
         record,
@@ -86,7 +89,8 @@ def _without_left_out(record: GramRecord, kept: np.ndarray, where: str) -> GramR
         lengths=record.lengths[kept],
         log_probs=record.log_probs[kept],
         grams=of_kept(record.grams),
-        metric_grams=None if record.metric_grams is None else of_kept(record.metric_grams),
+        **{name: of_kept(getattr(record, name), times) for name, times in MORE_GRAMS.items()},
+        kl=None if record.kl is None else record.kl[kept],
         components=None if components is None else components[:, kept],
         log_weights=None if log_weights is None else log_weights[kept],
         n_left_out=int((~kept).sum()),
