@@ -2,9 +2,9 @@
 
 Trainers add beta k3_t to the loss of each token, k3 = rho - log rho - 1 with rho = pi_ref / pi (Schulman 2020). Its gradient is
 w_t grad log pi_t with w = 1 - rho. TRL by default multiplies k3 by the ratio pi / pi_old, which is 1 but has a gradient. Then
-w = 1 - rho + k3 = -log rho, which is also the gradient of k2 = (log rho)^2 / 2 and of VERL's k3+. So a continuation adds -beta r_i
-to the group's estimate, over the same lengths as its score, with r_i = sum_t w_t grad log pi_t. r is a token-weighted score: a
-block has the Gram (2B, 2B) of g_1 ... g_B, r_1 ... r_B. Groups of equal rewards are not silent any more.
+w = 1 - rho + k3 = -log rho, which is also the gradient of k2 = (log rho)^2 / 2 and of VERL's k3+. So a continuation adds
+-beta r_i to the group's estimate, over the same lengths as its score, with r_i = sum_t w_t grad log pi_t. r is a token-weighted
+score: a block has the Gram (2B, 2B) of g_1 ... g_B, r_1 ... r_B. Groups of equal rewards are not silent any more.
 
 GRPO with a KL term, (1/K) sum_i (A_i g_i - beta r_i) with the leave-one-out A_i, is a U-statistic of order 2 like GRPO. Its
 kernel is h_ij - beta (r_i + r_j) / 2, so its group-size law has the same form. Other losses are measured on resampled groups.
