@@ -99,7 +99,7 @@ def _cell(prompts: PromptMoments, squares: list[np.ndarray], case: tuple[str, in
     limit = count * (clip.threshold**2 - between)  # of the mean of ||ghat_x||^2 over the groups of a batch
     share = float((factor * _drawn(squares, count) / count > limit).mean())
     draws = np.concatenate([_normal_share(counts, moments, count, limit) for counts in bootstrap.counts_in_parts()])
-    low, high = np.percentile(draws, [2.5, 97.5])
+    low, high = np.percentile(draws, [2.5, 97.5]).round(6)
     first, second = (part.mean() for part in moments)
     return {
         "norm_sq": float(first / count + between),
