@@ -39,13 +39,13 @@ from Gradient_evaluation.settings import (
 
 def parse_args() -> TracecovSettings:
     with importing():
-        from Gradient_evaluation.stats.estimators import DEFAULT, ESTIMATORS, resolve
+        from Gradient_evaluation.stats.estimators import ALIASES, ALL, DEFAULT, ESTIMATORS, resolve
     parser = Parser(description=__doc__.split("\n")[0])
     add_shared_flags(parser)
     add_prompt_flags(parser.add_argument_group("prompts and continuations"))
     add_precision_flags(parser.add_argument_group("precision and time"))
     add_gram_flags(parser.add_argument_group("Grams"))
-    add_result_flags(parser.add_argument_group("results"), ESTIMATORS)
+    add_result_flags(parser.add_argument_group("results"), [*ESTIMATORS, *ALIASES])
     args = parser.parse_args()
     check_source(parser, args)
     check_precision(parser, args)
@@ -61,7 +61,7 @@ def parse_args() -> TracecovSettings:
         )
     args.plot_path = args.plot_path or args.save_json
     try:
-        names = ESTIMATORS if args.estimators == ["all"] else args.estimators
+        names = ALL if args.estimators == ["all"] else args.estimators
         args.estimators = [name for name in resolve(names) if name not in DEFAULT]
     except ValueError as error:
         parser.error(f"--estimators: {error}")
@@ -103,6 +103,12 @@ def check_source(parser: Parser, args) -> None:
         parser.error(f"{', '.join(without_effect)}: no effect with --rollouts, which brings the continuations; leave out")
     if args.importance_weights and not args.rollouts:
         parser.error("--importance_weights: no effect without --rollouts, as the run samples from --model itself; leave out")
+    if args.clip and not args.budget:
+        parser.error("--clip: give --budget too, the continuations of a step")
+    check_kl(parser, args)
+    if adam := [flag for flag in given if flag.startswith("--adam_")]:
+        if not args.optimizer_state:
+            parser.error(f"{', '.join(adam)}: no effect without --optimizer_state; leave out")
     if args.importance_weights and args.by_layer:
         parser.error("--by_layer: the moments of modules are not weighted; leave it out, or --importance_weights")
     if args.importance_weights and args.scoring == "published":
@@ -130,6 +136,18 @@ def check_precision(parser: Parser, args) -> None:
     if "--T" not in given:
         args.T = None
     args.pilot = args.plan or not {"--M", "--K_list", "--per_prompt", "--rollouts"} & set(given)
+
+
+def check_kl(parser: Parser, args) -> None:
+    """Refuse, in one line, the flags of a KL term where one has no effect or the law is not that of the trainers' KL."""
+    if not args.from_grams and bool(args.kl_coef) != bool(args.ref_model):
+        parser.error("--kl_coef and --ref_model: give both, the coefficient of the KL term and the reference policy")
+    if args.ref_model and (args.top_p < 1 or args.top_k):
+        parser.error("--ref_model: trainers take the KL of the whole softmax; sample with --top_p 1 and without --top_k")
+    if args.ref_model and args.scoring == "published":
+        parser.error("--ref_model: the KL is that of exact log-probs; leave out --scoring published")
+    if args.ref_model and args.importance_weights:
+        parser.error("--importance_weights: a KL term has no weighted form; leave it out, or --ref_model")
 
 
 def add_prompt_flags(group) -> None:
@@ -235,6 +253,19 @@ def add_gram_flags(group) -> None:
         default=16,
         help="size of the gradient sketches behind the group-size law, 0 for none (%(default)s)",
     )
+    group.add_argument("--ref_model", metavar="MODEL", help="of a KL term: hub id or folder of the reference policy")
+    group.add_argument(
+        "--kl_type",
+        choices=["k3", "k2"],
+        default="k3",
+        help="its gradient: k3, VERL's low_var_kl; k2, also that of VERL's k3+ and of TRL's default (%(default)s)",
+    )
+    group.add_argument(
+        "--optimizer_state", metavar="PATH", help="measure everything in Adam's metric too: optimizer.pt, or safetensors of v"
+    )
+    group.add_argument("--adam_step", type=integer(1), metavar="N", help="steps behind v (the state's; none: v is corrected)")
+    group.add_argument("--adam_beta2", type=number(0, 1, low_included=True), metavar="B", help="(the state's, or 0.999)")
+    group.add_argument("--adam_eps", type=number(0, low_included=True), metavar="EPS", help="(the state's, or 1e-8)")
     group.add_argument("--allow_mismatch", action="store_true", help="take a table made under another law")
 
 
@@ -244,10 +275,22 @@ def add_result_flags(group, names) -> None:
         nargs="+",
         default=[],
         metavar="NAME",
-        help=f"more estimators to compare: {', '.join(names)}; all for every one",
+        help=f"more estimators to compare: {', '.join(names)}; all for every one that is not called after a trainer",
     )
     group.add_argument(
         "--budget", type=integer(2), metavar="N", help="also the predicted MSE of every G at N = B*G continuations per step"
+    )
+    group.add_argument(
+        "--clip",
+        type=number(0, low_included=False),
+        metavar="NORM",
+        help="also the share of steps of --budget continuations whose gradient is clipped at this norm",
+    )
+    group.add_argument(
+        "--kl_coef",
+        type=number(0, low_included=False),
+        metavar="BETA",
+        help="also the losses with beta times the KL (k3) to --ref_model; with --from_grams of a run with --ref_model",
     )
     group.add_argument(
         "--by", metavar="COLUMN", help="also every number for each value of this column of the prompts: data_source, level, ..."

@@ -25,6 +25,8 @@ WITH_FROM_GRAMS = (
     "--estimators",
     "--allocate",
     "--budget",
+    "--clip",
+    "--kl_coef",
     "--reward_weights",
     "--by",
     "--save_json",
@@ -136,9 +138,17 @@ class TracecovSettings(Settings):
     params: str | None
     by_layer: bool
     budget: int | None
+    clip: float | None
     by: str | None
     allocate: int | None
     sketch_dim: int
+    ref_model: str | None
+    kl_type: str
+    kl_coef: float | None
+    optimizer_state: str | None
+    adam_step: int | None
+    adam_beta2: float | None
+    adam_eps: float | None
     allow_mismatch: bool
     from_grams: str | None
     save_json: str

@@ -22,8 +22,9 @@ from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.runs.results.results_file import counted, load_results
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
-from Gradient_evaluation.stats.estimators import ESTIMATORS, Moments, moments_of
+from Gradient_evaluation.stats.estimators import ALL, moments_of
 from Gradient_evaluation.stats.missing import Missing
+from Gradient_evaluation.stats.moments import Moments
 from Gradient_evaluation.stats.prompts import PromptMoments
 
 
@@ -104,9 +105,9 @@ def load_measurement(path: str | Path, compare_at: int | None = None) -> Measure
         compared, reasons = (results.get(name) or {} for name in ("estimators", "reasons"))
         return Measurement(label, results, why, [], results["K_list"][0], compared, reasons)
     scores: list[Scores] = []
-    moments = estimators.reduce_prompts(_passing(folder, scores), [compare_at], list(ESTIMATORS))
+    moments = estimators.reduce_prompts(_passing(folder, scores), [compare_at], ALL)
     bootstrap = PromptBootstrap(len(moments), seed=(results.get("bootstrap") or {}).get("seed", 0))
-    summary = estimators.summarise(moments, [compare_at], bootstrap, list(ESTIMATORS))
+    summary = estimators.summarise(moments, [compare_at], bootstrap, ALL)
     return Measurement(label, results, moments, scores, compare_at, summary["estimators"], summary["reasons"])
 
 

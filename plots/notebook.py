@@ -20,8 +20,9 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.results.report import at_least, value_text
+from Gradient_evaluation.runs.results.report import at_least
 from Gradient_evaluation.runs.results.results_file import DRAWN, counted, curve_of, in_one_line, label_in
+from Gradient_evaluation.runs.results.text import value_text
 from plots.measurement import Measurement
 from plots.plot_training import plot_training
 from plots.style import CURVES, new_figure

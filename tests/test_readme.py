@@ -254,6 +254,8 @@ def copy(tmp_path_factory):
     shutil.copytree(ROOT, copy, ignore=left_out)
     for name in ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "RUN_DIR/model"):
         shutil.copytree(ROOT / "data" / "tiny_model", copy / name)
+    shutil.copytree(ROOT / "data" / "tiny_model", copy / "CHECKPOINT")
+    save_optimizer(copy / "CHECKPOINT")
     problems = make_problems(3, seed=3)
     DatasetDict({"train": Dataset.from_list(problems)}).save_to_disk(copy / "Kyleyee" / "arithmetic-test")
     questions = [
@@ -267,6 +269,19 @@ def copy(tmp_path_factory):
     logs.mkdir(parents=True)
     (logs / "metrics_1.jsonl").write_text('{"step": 5, "data": {"val-core/openai/gsm8k/acc/mean@1": 0.5}}\n')
     return copy
+
+
+def save_optimizer(checkpoint: Path) -> None:
+    """The state of torch's AdamW after a step of random gradients."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), checkpoint / "optimizer.pt")
 
 
 def environment() -> dict[str, str]:

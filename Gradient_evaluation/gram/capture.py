@@ -19,6 +19,7 @@ from torch import nn
 from Gradient_evaluation.forward import is_out_of_memory
 from Gradient_evaluation.gram import layers
 from Gradient_evaluation.gram.layers import Gradient, Rule, TiedHead, UnsupportedUse
+from Gradient_evaluation.gram.metric import InMetric
 from Gradient_evaluation.gram.shared_prefix import SharedPrefix
 from Gradient_evaluation.gram.sketch import CombinationSketches
 
@@ -82,7 +83,8 @@ class GramCapture:
 
     owners: {module: {name of a measured parameter that it holds itself: key}}; leading: the modules of
     ``leading_with_batch``, the only ones that are read; prefix: the block's shape (a layer may see the response alone, as
-    the head does, or all inputs); budget, dtype: see layers.Gradient.gram; sketches: take every use as it arrives.
+    the head does, or all inputs); budget, dtype: see layers.Gradient.gram; sketches: take every use as it arrives;
+    in_metric: gets what the Grams get.
     """
 
     def __init__(
@@ -93,9 +95,10 @@ class GramCapture:
         budget: int,
         dtype: torch.dtype | None = None,
         sketches: CombinationSketches | None = None,
+        in_metric: InMetric | None = None,
     ):
         self.owners, self.leading, self.prefix = owners, leading, prefix
-        self.budget, self.dtype, self.sketches = budget, dtype, sketches
+        self.budget, self.dtype, self.sketches, self.in_metric = budget, dtype, sketches, in_metric
         self.lengths = {prefix.length - prefix.shared + 1, prefix.length}
         self.grams: dict[int, torch.Tensor] = {}
         self.expected: dict[int, int] = {}  # uses of a parameter seen in the forward pass
@@ -201,7 +204,7 @@ class GramCapture:
         if looked_up and use.can_be_head:
             if self.expected[key] != len(looked_up) + 1:
                 raise UnsupportedUse("an embedding tied to several heads")
-            self._add(key, use.gram(self.budget, self.dtype))
+            self._add_use(key, use)
             self.heads[key] = use.tied_head(looked_up)
         else:
             arrived.append(use)
@@ -213,9 +216,17 @@ class GramCapture:
         if not uses:
             return
         whole = uses[0].joined(uses[1:])
-        self._add(key, whole.gram(self.budget, self.dtype))
+        self._add_use(key, whole)
         if key in self.heads:
-            self._add(key, self.heads.pop(key).gram(whole, self.budget))
+            head = self.heads.pop(key)
+            self._add(key, head.gram(whole, self.budget))
+            if self.in_metric is not None:
+                self.in_metric.add_tied(key, head, whole)
+
+    def _add_use(self, key: int, use: Gradient) -> None:
+        self._add(key, use.gram(self.budget, self.dtype))
+        if self.in_metric is not None:
+            self.in_metric.add(key, use)
 
     def _add(self, key: int, gram: torch.Tensor) -> None:
         self.grams[key] = self.grams[key] + gram if key in self.grams else gram

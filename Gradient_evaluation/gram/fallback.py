@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from Gradient_evaluation.gram.layers import DenseGradient
+from Gradient_evaluation.gram.linear import widen
+from Gradient_evaluation.gram.metric import InMetric
 from Gradient_evaluation.gram.scoring import Scorer, TokenRows, differentiable
 from Gradient_evaluation.gram.sketch import CombinationSketches
 
@@ -24,10 +26,17 @@ class ExactFallback:
         self.scorer, self.names, self.budget = scorer, names, budget
         self.said: set[str] = set()
 
-    def grams(self, rows: TokenRows, parameters: dict[int, nn.Parameter]) -> dict[int, torch.Tensor]:
-        """{key: Q (B, B) float64}, by one backward per sample and slice of the parameters; says their cost once."""
+    def grams(
+        self, rows: TokenRows, parameters: dict[int, nn.Parameter], in_metric: InMetric | None = None
+    ) -> dict[int, torch.Tensor]:
+        """{key: Q (B, B) float64}, by one backward per sample and slice of the parameters; says their cost once.
+
+        in_metric: its Grams of these parameters are made anew.
+        """
         n, device = len(rows.continuations), self.scorer.model.device
         grams = {key: torch.zeros(n, n, dtype=torch.float64, device=device) for key in parameters}
+        if in_metric is not None:
+            in_metric.grams |= {key: torch.zeros_like(gram) for key, gram in grams.items()}
         sizes = {key: parameters[key].numel() for key in self._used(rows, parameters)}
         slices = list(_slices(sizes, self.budget // (4 * n)))
         self._say_cost(sizes, len(slices))
@@ -43,13 +52,21 @@ class ExactFallback:
                     whole = torch.autograd.grad(value, wanted, allow_unused=True, materialize_grads=True)
                 for kept, gradient, (_, start, stop) in zip(gradients, whole, parts):
                     kept[i] = gradient.flatten()[start:stop]
-            for kept, (key, _, _) in zip(gradients, parts):
+            for kept, (key, start, _) in zip(gradients, parts):
                 grams[key] += DenseGradient(kept).gram(self.budget)
+                if in_metric is not None:
+                    in_metric.put(key, DenseGradient(in_metric.metric[key].scale(kept, start)).gram(self.budget))
         return grams
 
-    def add_sketches(self, rows: TokenRows, parameters: dict[int, nn.Parameter], sketches: CombinationSketches) -> None:
+    def add_sketches(
+        self,
+        rows: TokenRows,
+        parameters: dict[int, nn.Parameter],
+        sketches: CombinationSketches,
+        in_metric: InMetric | None = None,
+    ) -> None:
         """Add the parameters' share to the sketches, from one backward per combination of scores."""
-        found = []
+        found, scaled = [], []
         for combination in sketches.weights:
             with differentiable(parameters.values()), torch.enable_grad():
                 value = self.scorer.log_probs(rows)
@@ -60,7 +77,12 @@ class ExactFallback:
                     materialize_grads=True,
                 )
             found.append([sketches.sketch.of_gradient(key, g) for key, g in zip(parameters, gradients)])
+            if in_metric is not None:
+                gradients = [in_metric.metric[key].scale(widen(g).flatten().clone()) for key, g in zip(parameters, gradients)]
+                scaled.append([sketches.sketch.of_gradient(key, g) for key, g in zip(parameters, gradients)])
         sketches.sums |= {key: torch.stack(parts) for key, parts in zip(parameters, zip(*found))}
+        if in_metric is not None:
+            in_metric.sketches.sums |= {key: torch.stack(parts) for key, parts in zip(parameters, zip(*scaled))}
 
     def _used(self, rows: TokenRows, parameters: dict[int, nn.Parameter]) -> list[int]:
         """Those of the parameters that the log-probs depend on at all (a vision tower, say, is not)."""

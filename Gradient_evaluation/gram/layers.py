@@ -16,7 +16,7 @@ batch. Notation: B samples, T positions, d_in and d_out features. Products run i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from Gradient_evaluation.gram.linear import SymmetricSum, linear_gram, widen
+from Gradient_evaluation.gram.linear import SymmetricSum, linear_gram, rows_at_a_time, widen
 
 if TYPE_CHECKING:
     from Gradient_evaluation.gram.sketch import ParameterSketch
@@ -54,6 +54,13 @@ class Gradient:
     def sketch(self, matrices: ParameterSketch) -> torch.Tensor:
         """Sketch of every sample's gradient → (B, matrices.size) float32 or better."""
         raise NotImplementedError
+
+    def slices(self, budget: int, columns: int) -> Iterator[tuple[slice | torch.Tensor, slice, torch.Tensor]]:
+        """Every sample's gradient in slices (rows, columns, (B, r, c)) of the parameter as a matrix with so many columns.
+
+        rows: a slice, or the numbers (r,) of the rows; float32 or better. What is in no slice is 0.
+        """
+        raise UnsupportedUse(f"a {type(self).__name__} gives its gradient in no slices")
 
     def joined(self, others: list[Gradient]) -> Gradient:
         """The sum of this and other uses of the same parameter. Raises UnsupportedUse when they do not add up."""
@@ -92,6 +99,14 @@ class LinearGradient(Gradient):
         b = widen(self.b) if of_gradients is None else widen(self.b) @ of_gradients
         left, right = (a, b) if self.transposed else (b, a)
         return torch.bmm(left.transpose(1, 2), right.to(left.dtype)).flatten(1)
+
+    def slices(self, budget: int, columns: int) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        left, right = (self.a, self.b) if self.transposed else (self.b, self.a)
+        right = widen(right)
+        step = rows_at_a_time(len(right), columns, right.element_size(), budget, right.device)
+        for start in range(0, left.shape[-1], step):
+            rows = slice(start, min(start + step, left.shape[-1]))
+            yield rows, slice(0, columns), torch.bmm(widen(left[..., rows]).transpose(1, 2), right)
 
     def _projected_inputs(self, matrix: torch.Tensor | None) -> torch.Tensor:
         """The inputs times a matrix (None: the identity), shared positions once for all samples."""
@@ -139,6 +154,11 @@ class RowsGradient(Gradient):
         right = widen(self.b) if matrices.columns is None else widen(self.b) @ matrices.columns
         return torch.bmm(left.transpose(1, 2), right.to(left.dtype)).flatten(1)
 
+    def slices(self, budget: int, columns: int) -> Iterator[tuple[torch.Tensor, slice, torch.Tensor]]:
+        sums = self.row_sums()
+        for part in _column_chunks(columns, sums.batch * len(sums.ids) * 4, budget):
+            yield sums.ids.clamp(min=0), part, sums.chunk(part)
+
     def _sum(self, uses: list[RowsGradient]) -> RowsGradient:
         return RowsGradient(torch.cat([use.ids for use in uses], 1), torch.cat([use.b for use in uses], 1))
 
@@ -164,7 +184,7 @@ class _RowSums:
 
 def _column_chunks(width: int, bytes_per_column: int, budget: int) -> list[slice]:
     step = max(1, budget // bytes_per_column)
-    return [slice(start, start + step) for start in range(0, width, step)]
+    return [slice(start, min(start + step, width)) for start in range(0, width, step)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,6 +208,13 @@ class DenseGradient(Gradient):
         g = g if matrices.rows is None else matrices.rows.T @ g
         return (g if matrices.columns is None else g @ matrices.columns).flatten(1)
 
+    def slices(self, budget: int, columns: int) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+        g = self.g.reshape(len(self.g), -1, columns)
+        step = rows_at_a_time(len(g), columns, 8, budget, g.device)
+        for start in range(0, g.shape[1], max(1, step)):
+            rows = slice(start, min(start + max(1, step), g.shape[1]))
+            yield rows, slice(0, columns), widen(g[:, rows])
+
     def _sum(self, uses: list[DenseGradient]) -> DenseGradient:
         return DenseGradient(sum(use.g for use in uses))
 
@@ -203,13 +230,18 @@ class TiedHead:
     a: torch.Tensor
     b: torch.Tensor
 
-    def gram(self, embedding: Gradient, budget: int) -> torch.Tensor:
-        """The cross terms C + C^T with C[i, j] = sum_{t,s} b_js[id_it] (e_it . a_js), e the embedding's output gradient."""
+    def gram(self, embedding: Gradient, budget: int, root: Callable | None = None) -> torch.Tensor:
+        """The cross terms C + C^T with C[i, j] = sum_{t,s} b_js[id_it] (e_it . a_js), e the embedding's output gradient.
+
+        root(rows, columns): what both gradients are multiplied by, element by element.
+        """
         sums = embedding.row_sums()
         b = widen(self.b)[..., torch.searchsorted(self.ids, sums.ids.clamp(min=0)).clamp(max=len(self.ids) - 1)]
         cross = torch.zeros(sums.batch, sums.batch, dtype=torch.float64, device=b.device)
         for columns in _column_chunks(sums.b.shape[-1], 2 * sums.batch * len(sums.ids) * 4, budget):
             of_head = torch.bmm(b.transpose(1, 2), widen(self.a[..., columns]))
+            if root is not None:
+                of_head = of_head * root(sums.ids.clamp(min=0), columns).square()
             cross += (sums.chunk(columns).flatten(1) @ of_head.flatten(1).T).double()
         return cross + cross.T
 

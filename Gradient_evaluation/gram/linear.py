@@ -59,6 +59,12 @@ def _chunk(bytes_per_unit: int, budget: int, device: torch.device) -> int:
     return max(1, min(budget, CACHE if device.type == "cpu" else budget) // bytes_per_unit)
 
 
+def rows_at_a_time(batch: int, columns: int, element_size: int, budget: int, device: torch.device) -> int:
+    """Rows of a weight whose per-sample gradients (batch, rows, columns) are formed at a time."""
+    unit = batch * columns * element_size
+    return max(_chunk(unit, budget, device), min(ROWS, budget // unit))
+
+
 def linear_gram(a: torch.Tensor, b: torch.Tensor, shared: int, budget: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Q (B, B) float64 by the cheapest of the ways above.
 
@@ -89,8 +95,7 @@ def materialised_gram(a: torch.Tensor, b: torch.Tensor, budget: int, dtype: torc
     """``linear_gram`` through per-sample gradients, a chunk of rows of the weight at a time."""
     batch, _, d_in = a.shape
     a, total = widen(a, dtype), SymmetricSum(batch, a.device)
-    unit = batch * d_in * a.element_size()
-    rows = min(b.shape[-1], max(_chunk(unit, budget, a.device), min(ROWS, budget // unit)))
+    rows = min(b.shape[-1], rows_at_a_time(batch, d_in, a.element_size(), budget, a.device))
     buffer = a.new_empty(batch * rows * d_in)
     for part in b.split(rows, dim=-1):
         per_sample = buffer[: batch * part.shape[-1] * d_in].view(batch, -1, d_in)

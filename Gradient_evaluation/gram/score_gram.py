@@ -14,7 +14,7 @@ backward.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -25,6 +25,7 @@ from torch import nn
 from Gradient_evaluation.gram import self_audit
 from Gradient_evaluation.gram.capture import GramCapture, leading_with_batch
 from Gradient_evaluation.gram.fallback import ExactFallback
+from Gradient_evaluation.gram.metric import InMetric, SecondMoment, metric_of
 from Gradient_evaluation.gram.scoring import LogProb, Scorer, TokenRows, frozen, own_modes, token_rows
 from Gradient_evaluation.gram.sketch import CombinationSketches, GradientSketch
 
@@ -36,13 +37,16 @@ GRAM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 class Block:
     """What one block gives. gram: (B, B) float64; log_probs: (B,) float64; by_module: (modules, B, B) float64,
     in the order of ``ScoreGram.modules``, adding up to gram, None unless asked for; sketch: (E, S) float32 or float64, the
-    sketches of sum_i weights_ei g_i, None without a sketch.
+    sketches of sum_i weights_ei g_i, None without a sketch. metric_gram, metric_sketch: gram and sketch in the optimiser's
+    metric, None without one.
     """
 
     gram: np.ndarray
     log_probs: np.ndarray
     by_module: np.ndarray | None = None
     sketch: np.ndarray | None = None
+    metric_gram: np.ndarray | None = None
+    metric_sketch: np.ndarray | None = None
 
 
 class ScoreGram:
@@ -61,6 +65,7 @@ class ScoreGram:
     gradient_checkpointing: keep one activation per layer and run every layer again in the backward pass (the same Gram,
     less memory, more time).
     gram_dtype: of the products of a Linear layer's inputs and gradients, "float32" or "bfloat16".
+    metric {name of a parameter: SecondMoment}: measure in the metric of an optimiser too (gram/metric.py).
     Raises ValueError when no parameter is left to measure, or a setting is not possible.
 
     >>> import torch
@@ -103,6 +108,7 @@ class ScoreGram:
         budget: int = 64 * 2**20,
         gradient_checkpointing: bool = False,
         gram_dtype: str = "float32",
+        metric: Mapping[str, SecondMoment] | None = None,
     ):
         if not hasattr(model, "get_input_embeddings") or hasattr(model, "_orig_mod"):
             raise ValueError(f"model: {type(model).__name__} is no model of transformers; give the model inside the wrapper")
@@ -113,6 +119,7 @@ class ScoreGram:
         self.names = {id(p): name for name, p in chosen.items()}
         self.parameters = {id(p): p for p in chosen.values()}
         self.modules = sorted({_module_of(name) for name in chosen}, key=_natural_order)
+        self.metric = None if metric is None else metric_of(metric, self.names, self.parameters)
         self.scorer = Scorer(model, log_prob, gradient_checkpointing)
         self.sketch = None
         if sketch_dim:
@@ -142,25 +149,35 @@ class ScoreGram:
         masks: Sequence[Sequence[bool]] | None = None,
         by_module: bool = False,
         weights: np.ndarray | None = None,
+        token_weights: Sequence[Sequence[float]] | None = None,
     ) -> Block:
         """Gram and log-probs of the B continuations (at least one) of one prompt, and the Gram of every module.
 
         prompt_ids, continuations: token ids. masks: of every token of every continuation whether it counts (True, 1) or
         has no share in log pi (False, 0); None: all count. weights (E, B): with a sketch_dim, the combinations of scores
-        to sketch, from the same backward. Raises FloatingPointError when a log-prob or the Gram is not finite, and
-        ValueError for arguments that do not fit.
+        to sketch, from the same backward. token_weights: instead of masks, a number w_it for every token; then the
+        scores are sum_t w_it grad log pi_t, and log_probs the sums of w_it log pi_t. Raises FloatingPointError when a
+        log-prob or the Gram is not finite, and ValueError for arguments that do not fit.
         """
         with self._running():
             rows = self._rows(prompt_ids, continuations, masks)
+            if token_weights is not None:
+                rows = rows.weighted(token_weights)
             sketches = None if weights is None else self._sketches(weights, len(continuations))
-            by_parameter, log_probs = self._grams(rows, sketches)
+            in_metric = self._in_metric(weights, len(continuations))
+            by_parameter, log_probs = self._grams(rows, sketches, in_metric)
             gram, values = sum(by_parameter.values()).cpu().numpy(), log_probs.double().cpu().numpy()
-            if not (np.isfinite(gram).all() and np.isfinite(values).all()):
+            scaled = sum(in_metric.grams.values()).cpu().numpy() if in_metric is not None else None
+            if not all(np.isfinite(part).all() for part in (gram, values, *([] if scaled is None else [scaled]))):
                 raise FloatingPointError("a log-prob or a score product is not finite")
-            sketch = None
-            if sketches is not None:
-                sketch = torch.cat([sketches.sums[key] for key in self.parameters], dim=1).cpu().numpy()
-            return Block(gram, values, self._by_module(by_parameter) if by_module else None, sketch)
+            return Block(
+                gram,
+                values,
+                self._by_module(by_parameter) if by_module else None,
+                self._sketch(sketches),
+                scaled,
+                None if in_metric is None else self._sketch(in_metric.sketches),
+            )
 
     def audit(self, prompt_ids: Sequence[int], continuations: Sequence[Sequence[int]], masks=None) -> dict:
         """Compare every parameter's Gram with one ordinary backward pass in the model's own dtype → what was found.
@@ -171,8 +188,11 @@ class ScoreGram:
         exceeds its tolerance, and FloatingPointError when one is not finite.
         """
         with self._running():
-            rows = self._rows(prompt_ids, continuations, masks)
-            return self_audit.compare(self, rows, self._grams(rows)[0])
+            rows, in_metric = self._rows(prompt_ids, continuations, masks), self._in_metric(None, len(continuations))
+            found = self_audit.compare(self, rows, self._grams(rows, None, in_metric)[0])
+            if in_metric is not None:
+                found["metric_error"] = self_audit.compare_metric(self, rows, in_metric)
+            return found
 
     def logits(self, prompt_ids: Sequence[int], continuations: Sequence[Sequence[int]]) -> torch.Tensor:
         """The logits of the scoring pass (B, longest, vocabulary), those that predict the continuations' tokens."""
@@ -199,12 +219,22 @@ class ScoreGram:
             raise ValueError(f"weights: shape {tuple(weights.shape)} for {size} continuations; give (combinations, {size})")
         return CombinationSketches(self.sketch, weights)
 
+    def _sketch(self, sketches: CombinationSketches | None) -> np.ndarray | None:
+        if sketches is None:
+            return None
+        return torch.cat([sketches.sums[key] for key in self.parameters], dim=1).cpu().numpy()
+
+    def _in_metric(self, weights: np.ndarray | None, size: int) -> InMetric | None:
+        if self.metric is None:
+            return None
+        return InMetric(self.metric, self.budget, None if weights is None else self._sketches(weights, size))
+
     def _grams(
-        self, rows: TokenRows, sketches: CombinationSketches | None = None
+        self, rows: TokenRows, sketches: CombinationSketches | None = None, in_metric: InMetric | None = None
     ) -> tuple[dict[int, torch.Tensor], torch.Tensor]:
-        """({id of parameter: Q_p (B, B) float64}, log-probs (B,)); ``sketches`` gets its sums."""
+        """({id of parameter: Q_p (B, B) float64}, log-probs (B,)); ``sketches`` and ``in_metric`` get their sums."""
         leading, prefix = self._leading_modules(rows), rows.prefix
-        capture = GramCapture(self._owners(), leading, prefix, self.budget, self.gram_dtype, sketches)
+        capture = GramCapture(self._owners(), leading, prefix, self.budget, self.gram_dtype, sketches, in_metric)
         with capture, prefix.multiplied_once(leading), torch.enable_grad():
             with prefix.kept_once():
                 values = self.scorer.log_probs(rows)
@@ -213,9 +243,9 @@ class ScoreGram:
         grams = capture.finish()
         missing = {key: p for key, p in self.parameters.items() if key not in grams}
         if missing:
-            grams |= self._fallback.grams(rows, missing)
+            grams |= self._fallback.grams(rows, missing, in_metric)
             if sketches is not None:
-                self._fallback.add_sketches(rows, missing, sketches)
+                self._fallback.add_sketches(rows, missing, sketches, in_metric)
         return grams, values.detach()
 
     def _leading_modules(self, rows: TokenRows) -> set[nn.Module]:

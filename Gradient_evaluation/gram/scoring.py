@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,11 +21,11 @@ LogProb = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class TokenRows:
-    """One prompt and its continuations as token ids. masks: of every token of a continuation, whether it counts."""
+    """One prompt and its continuations as token ids. masks: of every token of a continuation, how much it counts."""
 
     prompt: list[int]
     continuations: list[list[int]]
-    masks: list[list[bool]]
+    masks: list[list[float]]
 
     @property
     def longest(self) -> int:
@@ -34,6 +35,14 @@ class TokenRows:
     def prefix(self) -> SharedPrefix:
         """The shape of the model's inputs: the last token of a continuation is never read."""
         return SharedPrefix(len(self.continuations), len(self.prompt) + self.longest - 1, len(self.prompt))
+
+    def weighted(self, weights: Sequence[Sequence[float]]) -> TokenRows:
+        """With these weights of the tokens. Raises ValueError for a wrong number of them, and one that is not finite."""
+        if [len(row) for row in weights] != [len(row) for row in self.continuations]:
+            raise ValueError("token_weights: give one number for every token of every continuation")
+        if not all(math.isfinite(weight) for row in weights for weight in row):
+            raise ValueError("token_weights: one is not finite")
+        return replace(self, masks=[[float(weight) for weight in row] for row in weights])
 
     def only(self, row: int, times: int = 1) -> TokenRows:
         """One of the rows, so many times."""
@@ -92,10 +101,11 @@ class Scorer:
             raise ValueError(
                 f"log_prob gave shape {tuple(values.shape)} for tokens of shape {tuple(targets.shape)}; one log-prob per token"
             )
-        counts = torch.zeros(targets.shape, dtype=torch.bool)
+        counts = torch.zeros(targets.shape, dtype=values.dtype)
         for i, mask in enumerate(rows.masks):
-            counts[i, : len(mask)] = torch.tensor(mask)
-        return values.masked_fill(~counts.to(values.device), 0.0).sum(dim=1)
+            counts[i, : len(mask)] = torch.tensor(mask, dtype=values.dtype)
+        counts = counts.to(values.device)
+        return (values.masked_fill(counts == 0, 0.0) * counts).sum(dim=1)
 
     def logits(self, rows: TokenRows) -> torch.Tensor:
         """(B, longest, vocabulary): what predicts the continuations' tokens. Rows are padded on the right with token 0."""

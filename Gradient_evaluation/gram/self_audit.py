@@ -18,6 +18,7 @@ from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.scoring import Scorer, TokenRows, differentiable
 
 if TYPE_CHECKING:
+    from Gradient_evaluation.gram.metric import InMetric, ParameterMetric
     from Gradient_evaluation.gram.score_gram import ScoreGram
 
 # Relative error allowed, for matrices and for vectors (biases, norms), by the dtype that rounds most. Right rules on tiny
@@ -70,15 +71,39 @@ def compare(score_gram: ScoreGram, rows: TokenRows, by_parameter: dict[int, torc
     }
 
 
+def compare_metric(score_gram: ScoreGram, rows: TokenRows, in_metric: InMetric) -> float:
+    """The same of all parameters together in the optimiser's metric → the relative error; UserError beyond its tolerance."""
+    signs = torch.from_numpy(np.random.default_rng(0).choice([-1.0, 1.0], size=len(rows.continuations)))
+    norm = sum(_squared_norms(score_gram.scorer, rows, score_gram.parameters, signs, score_gram.metric).values())
+    gram = sum(in_metric.grams.values()).cpu()
+    measured, scale = float(signs @ gram @ signs), max(norm, float(gram.trace()))
+    error = abs(measured - norm) / scale if scale > 0 else 0.0
+    dtypes = {p.dtype for p in score_gram.model.parameters() if p.dtype in TOLERANCES}
+    if not error <= (allowed := max(TOLERANCES[dtype][1] for dtype in dtypes)):
+        raise UserError(
+            f"self-audit of the optimiser's metric: the Gram is off by {error:.1e} of the squared gradient norm (allowed "
+            f"{allowed:.0e}); this architecture is not measured right, please report it"
+        )
+    return error
+
+
 def _squared_norms(
-    scorer: Scorer, rows: TokenRows, parameters: dict[int, nn.Parameter], signs: torch.Tensor
+    scorer: Scorer,
+    rows: TokenRows,
+    parameters: dict[int, nn.Parameter],
+    signs: torch.Tensor,
+    metric: dict[int, ParameterMetric] | None = None,
 ) -> dict[int, float]:
-    """{key of a parameter: ||grad sum_i w_i log pi_i||^2}, each gradient freed once it is reduced."""
+    """{key of a parameter: ||grad sum_i w_i log pi_i||^2}, each gradient freed once it is reduced; metric: in that metric."""
     norms = {}
 
     def reduce(key: int, gradient: torch.Tensor) -> torch.Tensor:
         # In pieces: the head of a 7B model would be 4 GB in float64.
-        norms[key] = sum(piece.double().square().sum() for piece in gradient.reshape(-1).split(PIECE))
+        pieces = enumerate(gradient.reshape(-1).split(PIECE))
+        if metric is not None:
+            own, dtype = metric[key], torch.promote_types(gradient.dtype, torch.float32)
+            pieces = ((at, own.scale(piece.to(dtype, copy=True), at * PIECE)) for at, piece in pieces)
+        norms[key] = sum(piece.double().square().sum() for _, piece in pieces)
         return gradient.new_zeros(()).expand_as(gradient)  # autograd keeps this one to the end, which takes no memory
 
     with differentiable(parameters.values()), torch.enable_grad():

@@ -110,5 +110,24 @@ class CombinationSketches:
 
     def add(self, key: int, use: Gradient) -> None:
         per_sample = use.sketch(self.sketch.of[key])
-        share = self.weights.to(per_sample.dtype) @ per_sample
+        self._put(key, self.weights.to(per_sample.dtype) @ per_sample)
+
+    def add_slice(self, key: int, rows: slice | torch.Tensor, columns: slice, per_sample: torch.Tensor) -> None:
+        """Add a slice (B, r, c) of every sample's gradient; see layers.Gradient.slices."""
+        of = self.sketch.of[key]
+        whole = (self.weights.to(per_sample.dtype) @ per_sample.flatten(1)).view(-1, *per_sample.shape[1:])
+        if of.is_vector:
+            share = whole.squeeze(1) @ _chosen(of.vector, of.parameter.numel(), columns, whole)
+        else:
+            right = whole @ _chosen(of.columns, of.parameter.shape[-1], columns, whole)
+            share = (_chosen(of.rows, of.shape[0], rows, whole).T @ right).flatten(1)
+        self._put(key, share)
+
+    def _put(self, key: int, share: torch.Tensor) -> None:
         self.sums[key] = self.sums[key] + share if key in self.sums else share
+
+
+def _chosen(matrix: torch.Tensor | None, extent: int, index: slice | torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """These rows of a sketch's matrix; None stands for the identity of ``extent`` rows."""
+    matrix = torch.eye(extent, dtype=like.dtype, device=like.device) if matrix is None else matrix
+    return matrix[index].to(like.dtype)

@@ -114,8 +114,9 @@ def merged(earlier: gram_store.GramRecord, more: gram_store.GramRecord) -> gram_
 
     return replace(
         more,
-        **joined(("rewards", "lengths", "log_probs", "components"), partial(np.concatenate, axis=-1)),
-        **joined(("sketch", "component_sketch"), mean),
+        **joined(("rewards", "lengths", "log_probs", "components", "kl"), partial(np.concatenate, axis=-1)),
+        **joined(("sketch", "component_sketch", "metric_sketch", "kl_sketch"), mean),
+        **joined(("metric_grams", "kl_grams"), lambda pair: [*pair[0], *pair[1]]),
         **joined(("module_moments",), partial(mean_moments, sizes=[earlier.sizes, more.sizes])),
         grams=[*earlier.grams, *more.grams],
         n_left_out=(earlier.n_left_out or 0) + (more.n_left_out or 0) or None,

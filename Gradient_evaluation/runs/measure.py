@@ -14,8 +14,10 @@ from Gradient_evaluation.runs.inputs.oracle_table import OracleRow, oracle_compo
 from Gradient_evaluation.runs.inputs.prompts import sampling_law
 from Gradient_evaluation.runs.inputs.rewards import Rewards, judged
 from Gradient_evaluation.runs.inputs.rollouts.compare import Comparison, importance_weights
+from Gradient_evaluation.runs.kl import Reference
 from Gradient_evaluation.runs.machine.gram_store import GramRecord, scalar_columns
 from Gradient_evaluation.runs.machine.memory import Batch
+from Gradient_evaluation.runs.optimizer_state import second_moments
 from Gradient_evaluation.runs.source import Sampled, Stored, with_rewards
 from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw
@@ -64,9 +66,10 @@ def score_gram(model, settings: TracecovSettings) -> ScoreGram:
             budget=settings.gram_memory * 2**20,
             gradient_checkpointing=settings.gradient_checkpointing,
             gram_dtype=settings.gram_dtype,
+            metric=second_moments(model, settings) if settings.optimizer_state else None,
         )
     except ValueError as error:  # it begins with the argument, which has the flag's name
-        raise UserError(f"--{error}") from None
+        raise UserError(f"--{str(error).replace('metric:', f'optimizer_state {settings.optimizer_state}:', 1)}") from None
 
 
 def scored(continuations: Sequence[Continuation], scoring: str) -> tuple[list[tuple[int, ...]], list[list[bool]] | None]:
@@ -91,6 +94,7 @@ class Measurement:
         self.model, self.gram, self.source, self.settings = model, gram, source, settings
         self.several = source.rewards if source.rewards and source.rewards.are_several else None
         self.block = Batch("--block_size", planned_block_size(settings), least=SMALLEST_BLOCK)
+        self.reference = Reference(model, settings) if settings.ref_model else None
         self.comparison = Comparison(gram, sampling_law(settings), settings.allow_mismatch)
 
     def audit(self, row: OracleRow, prompt_ids: list[int]) -> dict:
@@ -180,22 +184,30 @@ class Measurement:
         with_sketches = self.settings.sketch_dim and not self.settings.importance_weights  # sketches are not weighted
         names = sketched_names(self.settings.estimators) if with_sketches else None
         grams, values, moments, sketches, start = [], [], [], [], 0
+        in_metric, metric_sketches, kl = [], [], []
         for size in block_sizes(len(drawn), largest):
             part = slice(start, start + size)
             start += size
             weights = self._sketch_weights(names, rewards, lengths, part) if names else None
             tokens, masks = scored(drawn[part], self.settings.scoring)
-            block = self.gram.block(prompt_ids, tokens, masks, self.settings.by_layer, weights)
+            if self.reference is None:
+                block = self.gram.block(prompt_ids, tokens, masks, self.settings.by_layer, weights)
+            else:
+                block, own = self.reference.block(self.gram, prompt_ids, tokens, masks, self.settings.by_layer, weights)
+                kl.append(own)
             if self.source.is_sampled and masks is None:
                 check_block(self.gram, sampling_law(self.settings), prompt_ids, drawn[part], block.log_probs, row.where)
             grams.append(block.gram)
             values.append(block.log_probs)
             if names:
                 sketches.append(block.sketch)
+            if self.gram.metric is not None:
+                in_metric.append(block.metric_gram)
+                metric_sketches.append(block.metric_sketch)
             if self.settings.by_layer:
                 moments.append(layer_moments(block.by_module, rewards.total[part]))
         sizes = [len(gram) for gram in grams]
-        sketch = np.average(sketches, axis=0, weights=sizes).astype(sketches[0].dtype) if sketches else None
+        sketch = _mean_sketch(sketches, sizes) if sketches else None
         return {
             "lengths": lengths,
             "grams": grams,
@@ -203,6 +215,9 @@ class Measurement:
             "modules": self.gram.modules if moments else None,
             "module_moments": mean_moments(moments, [[size] for size in sizes]) if moments else None,
             "sketch": sketch[: len(names)] if names else None,
+            **_kl_fields(kl),
+            "metric_grams": in_metric or None,
+            "metric_sketch": _mean_sketch(metric_sketches, sizes)[: len(names)] if names and in_metric else None,
             "component_sketch": sketch[len(names) :] if names and self.several else None,
             "module_oracle": _module_oracle(row, moments, np.split(rewards.total, np.cumsum(sizes)[:-1])),
             "sketch_names": names,
@@ -216,6 +231,23 @@ class Measurement:
             return weights
         alone = [leave_one_out_weights(np.nan_to_num(values[part]), lengths[part]) for values in rewards.components]
         return np.concatenate([weights, alone])
+
+
+def _mean_sketch(sketches: list[np.ndarray], sizes: list[int]) -> np.ndarray:
+    """The mean over blocks, which count by their size; in the sketches' dtype."""
+    return np.average(sketches, axis=0, weights=sizes).astype(sketches[0].dtype)
+
+
+def _kl_fields(found: list[dict]) -> dict:
+    """The fields of GramRecord that only --ref_model has."""
+    if not found:
+        return {}
+    sketches = [each["sketch"] for each in found]
+    return {
+        "kl_grams": [each["gram"] for each in found],
+        "kl_sketch": None if sketches[0] is None else _mean_sketch(sketches, [len(each["values"]) for each in found]),
+        "kl": np.concatenate([each["values"] for each in found]),
+    }
 
 
 def _module_oracle(row: OracleRow, moments: list[np.ndarray], rewards: list[np.ndarray]) -> np.ndarray | None:

@@ -27,6 +27,7 @@ from Gradient_evaluation.runs.inputs.oracle_table import oracle_components
 from Gradient_evaluation.runs.inputs.prompts import chat_from, tokenised
 from Gradient_evaluation.runs.inputs.rewards import RunRewards
 from Gradient_evaluation.runs.inputs.rollouts.save import begin_folder, check_first, check_folder, note_missing
+from Gradient_evaluation.runs.kl import identity_of as identity_of_reference
 from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.runs.machine.resume import (
     IDENTITY,
@@ -40,6 +41,7 @@ from Gradient_evaluation.runs.machine.resume import (
     refuse_difference,
 )
 from Gradient_evaluation.runs.measure import block_sizes, planned_block_size
+from Gradient_evaluation.runs.optimizer_state import digest_of
 from Gradient_evaluation.runs.results.summaries import check_allocation
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import TracecovSettings, continuations_of
@@ -191,6 +193,8 @@ def identity_beside_the_law(settings: TracecovSettings) -> dict:
         "sketch_dim": settings.sketch_dim,
         "greedy": "greedy" in extra_rollouts(settings.estimators) and not settings.rollouts,
         "gram_dtype": settings.gram_dtype,
+        "optimizer_state": digest_of(settings),
+        **identity_of_reference(settings),
         "sketched": sketched,
         "sketched_at": settings.K_list[-1] if len(sketched) > 1 else None,
     }

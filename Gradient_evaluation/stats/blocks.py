@@ -210,20 +210,13 @@ def group_moments(
 
     block: gram (..., B, B), rewards and lengths (..., B).
     """
-    gram, rewards, lengths = block
-    size, lead = gram.shape[-1], rewards.shape[:-1]
-    nothing = np.full(lead, np.nan)
+    gram, rewards, _ = block
+    size = gram.shape[-1]
+    nothing = np.full(rewards.shape[:-1], np.nan)
     if group_size > size:
         return GroupMoments(nothing, nothing, nothing)
-    members = partitions(size, group_size, n_groups)
-    n_partitions, per_partition, _ = members.shape
-    weights = np.zeros((*lead, n_partitions, per_partition, size))
-    values = group_advantages(rewards[..., members], kind, lengths[..., members]) / group_size
-    np.put_along_axis(weights, np.broadcast_to(members, values.shape), values, axis=-1)
-
-    flat = weights.reshape(*lead, -1, size)
-    images = flat @ gram
-    squares = (images * flat).sum(-1).reshape(weights.shape[:-1])
+    members, per_partition = partitions(size, group_size, n_groups), size // group_size
+    weights, images, squares = groups_of(block, kind, group_size, n_groups)
     disjoint = inner = nothing
     if per_partition >= 2:
         together = weights.sum(-2)
@@ -233,6 +226,21 @@ def group_moments(
     if group_size + 2 <= size:
         inner = (images * _rest_estimates(members, rewards)).sum(-1).mean(-1)
     return GroupMoments(squares.mean((-2, -1)), disjoint, inner)
+
+
+def groups_of(
+    block: tuple[np.ndarray, np.ndarray, np.ndarray], kind: str, group_size: int, n_groups: int = GROUPS_PER_BLOCK
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The groups of ``partitions``: weights w (..., partitions, groups, B), w Q (..., all groups, B), and ||ghat||^2."""
+    gram, rewards, lengths = block
+    size, lead = gram.shape[-1], rewards.shape[:-1]
+    members = partitions(size, group_size, n_groups)
+    weights = np.zeros((*lead, *members.shape[:2], size))
+    values = group_advantages(rewards[..., members], kind, lengths[..., members]) / group_size
+    np.put_along_axis(weights, np.broadcast_to(members, values.shape), values, axis=-1)
+    flat = weights.reshape(*lead, -1, size)
+    images = flat @ gram
+    return weights, images, (images * flat).sum(-1).reshape(weights.shape[:-1])
 
 
 def _rest_estimates(members: np.ndarray, rewards: np.ndarray) -> np.ndarray:

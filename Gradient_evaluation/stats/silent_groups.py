@@ -36,6 +36,11 @@ class RewardCounts(NamedTuple):
         """Mean number of tokens of the n continuations."""
         return float(self.counts @ self.lengths / self.total)
 
+    @property
+    def variance(self) -> float:
+        """Mean square of the rewards' deviations from their mean."""
+        return float(self.counts @ (self.values - self.counts @ self.values / self.total) ** 2 / self.total)
+
     def silent_share(self, group_size: int) -> float:
         """Unbiased P(all G rewards equal); NaN for G > n.
 

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from Gradient_evaluation.stats.bootstrap import Estimate, PromptBootstrap
-from Gradient_evaluation.stats.estimators import DEFAULT, ESTIMATORS, Moments, label_of, moments_of, resolve
+from Gradient_evaluation.stats.estimators import DEFAULT, ESTIMATORS, label_of, moments_of, resolve
 from Gradient_evaluation.stats.missing import Missing, with_reasons
+from Gradient_evaluation.stats.moments import Moments
 from Gradient_evaluation.stats.prompts import CLASSES, PromptMoments, reduce_prompts
 
 __all__ = ["effective_group_size", "prompt_trace_covs", "reduce_prompts", "summarise"]

@@ -57,6 +57,7 @@ class WeightedCounts:
         self.values = np.unique(rewards)
         self.total = len(rewards)
         self.mean_length = float(weights @ lengths / weights.sum())
+        self.variance = float(np.average((rewards - np.average(rewards, weights=weights)) ** 2, weights=weights))
         self._members = [weights[rewards == value] for value in self.values]
 
     @property

@@ -3,9 +3,11 @@
 from functools import partial
 
 import numpy as np
-from tiny_models import float_means_double, per_sample_scores
+import torch
+from tiny_models import float_means_double, per_sample_scores, tiny_model
 from torch import nn
 
+from Gradient_evaluation.gram import DenseGradient, LinearGradient, layers, register
 from Gradient_evaluation.gram.score_gram import Block, ScoreGram
 from Gradient_evaluation.runs.checks import self_audit
 from Gradient_evaluation.sampling.law import SamplingLaw
@@ -55,3 +57,33 @@ def looks_up_scaled(model, from_rows=0):
 
     embedding.forward = forward
     return model
+
+
+class LowRank(nn.Module):
+    """x → x down^T up^T: two weights in a module that no rule knows."""
+
+    def __init__(self, d_in, d_out, rank=3):
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(rank, d_in, dtype=torch.float64))
+        self.up = nn.Parameter(torch.randn(d_out, rank, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.randn(d_out, dtype=torch.float64))
+
+    def forward(self, x):
+        return x @ self.down.T @ self.up.T + self.shift
+
+
+def low_rank_rule(module, a, b):
+    down = LinearGradient(a, b @ module.up)
+    return {"down": down, "up": LinearGradient(a @ module.down.T, b), "shift": DenseGradient(b.sum(1))}
+
+
+def low_rank_model():
+    model = tiny_model("qwen2")
+    torch.manual_seed(1)
+    model.model.layers[0].mlp.up_proj = LowRank(32, 48)
+    return model
+
+
+def registered(monkeypatch, rule):
+    monkeypatch.setattr(layers, "RULES", dict(layers.RULES))  # this test's own
+    register(LowRank, rule)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from grams import LAW, LENGTHS, PROMPT, audit_of, block_of, relative_error
+from grams import LAW, LENGTHS, PROMPT, LowRank, audit_of, block_of, low_rank_model, low_rank_rule, registered, relative_error
 from tiny_models import float_means_double, per_sample_scores, random_continuations, tiny_model
 from torch import nn
 
@@ -54,36 +54,6 @@ def test_a_vocabulary_mostly_without_a_gradient_changes_nothing():
 def test_uses_that_do_not_add_up_are_left_to_the_fallback(one, other):
     with pytest.raises(layers.UnsupportedUse):
         one.joined([other])
-
-
-class LowRank(nn.Module):
-    """x → x down^T up^T: two weights in a module that no rule knows."""
-
-    def __init__(self, d_in, d_out, rank=3):
-        super().__init__()
-        self.down = nn.Parameter(torch.randn(rank, d_in, dtype=torch.float64))
-        self.up = nn.Parameter(torch.randn(d_out, rank, dtype=torch.float64))
-        self.shift = nn.Parameter(torch.randn(d_out, dtype=torch.float64))
-
-    def forward(self, x):
-        return x @ self.down.T @ self.up.T + self.shift
-
-
-def low_rank_rule(module, a, b):
-    down = LinearGradient(a, b @ module.up)
-    return {"down": down, "up": LinearGradient(a @ module.down.T, b), "shift": DenseGradient(b.sum(1))}
-
-
-def low_rank_model():
-    model = tiny_model("qwen2")
-    torch.manual_seed(1)
-    model.model.layers[0].mlp.up_proj = LowRank(32, 48)
-    return model
-
-
-def registered(monkeypatch, rule):
-    monkeypatch.setattr(layers, "RULES", dict(layers.RULES))  # this test's own
-    register(LowRank, rule)
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, PROMPT[:1]])

@@ -13,7 +13,7 @@ from scripts import detailed_rows
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.machine import gram_store
 from Gradient_evaluation.stats import summary as estimators
-from Gradient_evaluation.stats.estimators import ESTIMATORS, label_of
+from Gradient_evaluation.stats.estimators import ALL, label_of
 from Gradient_evaluation.stats.missing import Missing
 from plots.measurement import Scores, load_measurement
 from plots.notebook import mse_table
@@ -209,8 +209,8 @@ def test_any_group_size_is_what_the_script_computes(measured, small_run):
 
 
 def test_all_estimators_are_compared_beyond_the_results(measured, small_run):
-    assert set(measured.results["estimators"]) < set(measured.compared) == set(ESTIMATORS)
-    names = list(ESTIMATORS)
+    assert set(measured.results["estimators"]) < set(measured.compared) == set(ALL)
+    names = list(ALL)
     expected = summary_of(gram_store.load_all(small_run / "grams"), [4], names=names)["estimators"]
     _, ax = plot_estimators(measured)
     known = {label_of(name): each[RATIO][0] for name, each in expected.items() if each[RATIO][0] is not None}

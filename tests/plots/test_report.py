@@ -13,8 +13,9 @@ from results_files import deep, group_size_law
 from results_files import results as made_up
 
 from Gradient_evaluation.errors import UserError
-from Gradient_evaluation.runs.results.report import WIDTH, group_size_report, report, value_text, wrapped
+from Gradient_evaluation.runs.results.report import group_size_report, report
 from Gradient_evaluation.runs.results.results_file import in_one_line
+from Gradient_evaluation.runs.results.text import WIDTH, value_text, wrapped
 from plots.make_report import NOTEBOOK, execute, main, sections_of, to_html
 from plots.notebook import group_size_in_words, headline, mse_by_estimator, mse_table, picture, setting, settings
 from plots.style import new_figure

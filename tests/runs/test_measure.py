@@ -20,7 +20,7 @@ from Gradient_evaluation.sampling.generate import Continuation
 from Gradient_evaluation.sampling.law import SamplingLaw
 from Gradient_evaluation.stats.prompts import reduce_prompts
 
-MORE = dict(allow_mismatch=False, importance_weights=False, by_layer=False)
+MORE = dict(allow_mismatch=False, importance_weights=False, by_layer=False, optimizer_state=None, ref_model=None)
 
 
 def flags(**changed):

@@ -28,15 +28,13 @@ from Gradient_evaluation.stats.estimators import (
     Estimator,
     extra_rollouts,
     group_rules,
-    mean_of_others,
-    mixture_trace,
     moments_of,
-    prompt_only,
     resolve,
-    shrinkage_weights,
     sketch_weights,
     sketched_names,
+    update_weights,
 )
+from Gradient_evaluation.stats.moments import mean_of_others, mixture_trace, prompt_only, shrinkage_weights
 from Gradient_evaluation.stats.prompts import CLASSES, PromptMoments
 from Gradient_evaluation.stats.summary import effective_group_size, prompt_trace_covs, reduce_prompts
 
@@ -61,6 +59,14 @@ def group_std(rewards):
 
 def over_std(rewards):
     return (rewards - rewards.mean(-1, keepdims=True)) / (group_std(rewards) + 1e-6)
+
+
+def trl_std(rewards):
+    return (rewards - rewards.mean(-1, keepdims=True)) / (group_std(rewards) + 1e-4)
+
+
+def minus_mean(rewards):
+    return rewards - rewards.mean(-1, keepdims=True)
 
 
 def loo_over_std(rewards):
@@ -89,6 +95,12 @@ def batch_length(policies, kept_at=None):
     return sum(chance @ length for length, chance in groups) / sum(chance.sum() for _, chance in groups)
 
 
+def batch_std(policies):
+    """Standard deviation of the rewards of all prompts, and TRL's 1e-4."""
+    first, second = (np.mean([policy.probs @ policy.rewards**power for policy in policies]) for power in (1, 2))
+    return np.sqrt(second - first**2) + 1e-4
+
+
 def brute_force(name, policies, index, group_size):
     """The function to enumerate for prompt ``index`` among ``policies``."""
     policy = policies[index]
@@ -106,7 +118,18 @@ def brute_force(name, policies, index, group_size):
     if name == "shrinkage":
         weight = shrinkage_weights(exact_prompts(policies), group_size)[index]
         return lambda g, r, n: mean_of(r - weight * other_members(r) - (1 - weight) * others, g)
+    if name.endswith("_batch"):
+        return lambda g, r, n: brute_force(f"{name[:-6]}_none", policies, index, group_size)(g, r, n) / batch_std(policies)
     return {
+        "trl_grpo": lambda g, r, n: mean_of(trl_std(r) / n, g),
+        "trl_grpo_none": lambda g, r, n: mean_of(minus_mean(r) / n, g),
+        "trl_bnpo": lambda g, r, n: (trl_std(r)[..., None] * g).sum(-2) / n.sum(-1, keepdims=True),
+        "trl_bnpo_none": lambda g, r, n: (minus_mean(r)[..., None] * g).sum(-2) / n.sum(-1, keepdims=True),
+        "trl_dapo": lambda g, r, n: mean_of(trl_std(r), g) / batch_length(policies),
+        "trl_dapo_none": lambda g, r, n: mean_of(minus_mean(r), g) / batch_length(policies),
+        "trl_dr_grpo": lambda g, r, n: mean_of(trl_std(r), g),
+        "trl_dr_grpo_none": lambda g, r, n: mean_of(minus_mean(r), g),
+        "verl_seq_mean_token_mean": lambda g, r, n: mean_of(over_std(r) / n, g),
         "grpo": lambda g, r, n: mean_of(r - other_members(r), g),
         "dr_grpo": lambda g, r, n: mean_of(r - r.mean(-1, keepdims=True), g),
         "length_normalised": lambda g, r, n: mean_of((r - other_members(r)) / n, g),
@@ -189,7 +212,9 @@ def exact_prompts(policies, group_sizes=()) -> PromptMoments:
 
 def exact_group(policy, kind, size) -> GroupMoments:
     """The exact GroupMoments of one kind of advantages."""
-    name = next(name for name, entry in ESTIMATORS.items() if entry.group == kind and not entry.per_token)
+    name = next(
+        name for name, entry in ESTIMATORS.items() if entry.group == kind and not entry.per_token and not entry.batch_std
+    )
     _, mean, _, second = enumerated(policy, brute_force(name, [policy] * 2, 0, size), size)
     theta = policy.probs @ ((policy.rewards - policy.value)[:, None] * policy.scores)  # the mean of the pair kernel
     return GroupMoments(second, mean @ mean, mean @ theta)
@@ -202,6 +227,7 @@ class ExactOutcomes:
         self.policy = policy
         self.zero_one = set(policy.rewards.tolist()) <= {0, 1}
         self.mean_length = policy.probs @ policy.lengths
+        self.variance = policy.probs @ (policy.rewards - policy.value) ** 2
 
     def silent_share(self, group_size):
         return 1 - kept_groups(self.policy, group_size)[1].sum()
@@ -564,8 +590,10 @@ def test_the_sketched_sum_of_scores_has_the_estimators_mean(name):
     weights = np.array([sketch_weights([name], rewards, lengths, 2)[0] for rewards, lengths in blocks])
     found = chance @ (weights[..., None] * policy.scores[index]).sum(1)
     share, mean, _, _ = enumerated(policy, brute_force(name, [policy] * 2, 0, 2), 2, ESTIMATORS[name].drop_silent)
-    tokens = batch_length([policy] * 2, 2 if ESTIMATORS[name].drop_silent else None) if ESTIMATORS[name].per_token else 1.0
-    assert found == pytest.approx(share * tokens * mean, **EXACT)
+    scale = batch_length([policy] * 2, 2 if ESTIMATORS[name].drop_silent else None) if ESTIMATORS[name].per_token else 1.0
+    scale *= batch_std([policy] * 2) if ESTIMATORS[name].batch_std else 1.0
+    scale *= 2 if (ESTIMATORS[name].advantages or "").startswith("mean_only") else 1.0  # K/(K-1): a direction is GRPO's
+    assert found == pytest.approx(share * scale * mean, **EXACT)
 
 
 def test_a_new_entry_is_asked_for_what_it_declares(monkeypatch):
@@ -629,6 +657,31 @@ def test_token_mean_is_verls_loss_over_an_update_batch(name):
         mean = gradients.mean(0)
         assert found.signal[at] == pytest.approx(mean @ mean, rel=1e-6)
         assert found.trace[at] == pytest.approx(((gradients - mean) ** 2).sum(1).mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", [name for name, entry in ESTIMATORS.items() if entry.group or entry.advantages])
+def test_an_update_batch_of_every_group_has_the_estimators_moments(name):
+    """Each group once, of outcomes that are equally likely: the batch's own mean length and kept groups are the exact ones."""
+    policies, K = some_policies(8, binary=False)[1:], 2
+    policies = [policy._replace(probs=np.full(5, 0.2)) for policy in policies]
+    policies = [policy._replace(scores=policy.scores - policy.scores.mean(0)) for policy in policies]
+    groups = [policy.tuples(K)[0] for policy in policies]
+    rewards, lengths = (
+        np.concatenate([getattr(policy, part)[index] for policy, index in zip(policies, groups)])
+        for part in ("rewards", "lengths")
+    )
+    weights = update_weights(name, rewards, lengths)
+    if ESTIMATORS[name].batch_std:  # the batch's is the one with n - 1
+        weights = weights * (rewards.std(ddof=1) + 1e-4) / (rewards.std() + 1e-4)
+    found = moments_of(exact_prompts(policies, [K]), name, K)
+    for at, (policy, index, own) in enumerate(zip(policies, groups, np.split(weights, 2))):
+        gradients = (own[..., None] * policy.scores[index]).mean(1)
+        mean = gradients.mean(0)
+        kept = 1.0 if found.weight is None else found.weight.mean()  # the weights of kept groups are over their share
+        weight = 1.0 if found.weight is None else found.weight[at]
+        assert mean @ mean * kept**2 / weight == pytest.approx(weight * found.signal[at], rel=1e-9), name
+        square = (gradients**2).sum(1).mean() * kept**2
+        assert square == pytest.approx(weight * (found.trace[at] + found.signal[at]), rel=1e-9), name
 
 
 def test_token_mean_keeps_grpos_effective_group_size():

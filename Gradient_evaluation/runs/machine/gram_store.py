@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,10 @@ from Gradient_evaluation.runs.machine.files import write_bytes_atomic
 DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, IndexError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 # The fields of a record that are one JSON text in the file, and the arrays that not every record has.
 IN_JSON = "prompt_id index prompt ground_truth oracle_value n_oracle modules sketch_names greedy_reward order columns".split()
-OPTIONAL = "module_moments module_oracle sketch sketch_layout log_weights components component_sketch".split()
+OPTIONAL = (
+    "module_moments module_oracle sketch sketch_layout log_weights components component_sketch metric_sketch kl kl_sketch"
+).split()
+MORE_GRAMS = {"metric_grams": 1, "kl_grams": 2}  # and how many rows of each there are for a continuation
 LONGEST_TEXT = 200  # characters of a column that --by can name
 # The same of JSON texts: of several rewards, or of continuations that were left out.
 OPTIONAL_IN_JSON = "n_left_out component_names component_weights oracle_components greedy_components rollouts_check".split()
@@ -44,6 +47,9 @@ class GramRecord:
     ("grpo" first), averaged over blocks by size, and sketch_layout: (parameters, 4) of GradientSketch.layout; else None.
     greedy_reward: of the greedy continuation, or None. log_weights: (N,) log of the importance weights, up to a constant, of
     continuations that another law drew; else None. rollouts_check: of --rollouts, what runs/inputs/rollouts/compare.py found.
+    metric_grams, metric_sketch: grams and sketch in the metric of --optimizer_state; None without it.
+    With --ref_model, kl_grams: one (2B, 2B) per block, of its scores and then of the same continuations' token-weighted scores
+    (stats/kl.py); kl_sketch (S,): of the mean of these; kl (N,): the sum over tokens of k3.
     n_left_out: continuations that had no reward (None), which are in none of the arrays; None for 0.
 
     Of C rewards where there are several, else None: components (C, N), NaN where a reward is None; their names and weights
@@ -79,6 +85,21 @@ class GramRecord:
     module_oracle: np.ndarray | None = None
     rollouts_check: dict | None = None
     log_weights: np.ndarray | None = None
+    metric_grams: list[np.ndarray] | None = None
+    metric_sketch: np.ndarray | None = None
+    kl_grams: list[np.ndarray] | None = None
+    kl_sketch: np.ndarray | None = None
+    kl: np.ndarray | None = None
+
+    @property
+    def kl_blocks(self) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """[(gram (2B, 2B), rewards (B,), lengths (B,)), ...]"""
+        return [(gram, *block[1:3]) for gram, block in zip(self.kl_grams, self.blocks)]
+
+    def in_metric(self) -> GramRecord:
+        """The record with its Grams and sketch in the optimiser's metric in the place of the plain ones."""
+        plain_only = dict.fromkeys(("component_sketch", "modules", "module_moments", "module_oracle"))
+        return replace(self, grams=self.metric_grams, sketch=self.metric_sketch, **plain_only)
 
     @property
     def mean_reward(self) -> float:
@@ -113,6 +134,9 @@ class GramRecord:
         about = {name: getattr(self, name) for name in IN_JSON}
         about |= {name: getattr(self, name) for name in OPTIONAL_IN_JSON if getattr(self, name) is not None}
         extra = {name: getattr(self, name) for name in OPTIONAL if getattr(self, name) is not None}
+        for name in MORE_GRAMS:
+            if (grams := getattr(self, name)) is not None:
+                extra[name] = np.concatenate([gram.ravel() for gram in grams])
         buffer = io.BytesIO()
         np.savez(
             buffer,
@@ -160,8 +184,8 @@ def load(path: Path) -> GramRecord:
             data = {name: file[name] for name in file.files}
         about = json.loads(str(data["about"]))
         sizes = data["block_sizes"].tolist()
-        pieces = np.split(data["grams"], np.cumsum([size * size for size in sizes])[:-1])
-        if not all(np.isfinite(data[name]).all() for name in ("grams", "rewards", "lengths", "log_probs")):
+        checked = [name for name in ("grams", "rewards", "lengths", "log_probs", *MORE_GRAMS) if name in data]
+        if not all(np.isfinite(data[name]).all() for name in checked):
             raise ValueError("not finite")
         if path.stem != path_of(path.parent, about["prompt_id"]).stem:
             raise ValueError("of another prompt")
@@ -171,7 +195,8 @@ def load(path: Path) -> GramRecord:
             rewards=data["rewards"],
             lengths=data["lengths"],
             log_probs=data["log_probs"],
-            grams=[piece.reshape(size, size) for piece, size in zip(pieces, sizes)],
+            grams=_squares(data["grams"], sizes),
+            **{name: _squares(data[name], [times * n for n in sizes]) for name, times in MORE_GRAMS.items() if name in data},
         )
 
 
@@ -179,6 +204,12 @@ def n_drawn(path: Path) -> int:
     """``GramRecord.n_drawn`` of a file, without its Grams. Raises UserError naming the file when it is not one."""
     with _readable(path, "delete it and run run_tracecov.py again"), np.load(path, allow_pickle=False) as file:
         return int(file["block_sizes"].sum()) + (json.loads(str(file["about"])).get("n_left_out") or 0)
+
+
+def _squares(flat: np.ndarray, sizes: list[int]) -> list[np.ndarray]:
+    """Matrices of these sizes, which lie one behind the other."""
+    pieces = np.split(flat, np.cumsum([size * size for size in sizes])[:-1])
+    return [piece.reshape(size, size) for piece, size in zip(pieces, sizes)]
 
 
 class Records:

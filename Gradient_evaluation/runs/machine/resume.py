@@ -40,6 +40,8 @@ FROM_ELSEWHERE = {
     "model_fingerprint": "the weights and config of --model",
     "reward_digest": "the file of --reward, which has changed since",
     "rollouts": "the tokens of --rollouts",
+    "ref_model": "--ref_model, its weights and --kl_type",
+    "optimizer_state": "--optimizer_state and the --adam flags",
     "importance_weights": "--importance_weights, and the log-probs of --rollouts",
     "file_rewards": "the rewards in the files of --rollouts",
 }

@@ -45,6 +45,7 @@ def reweighted(record: GramRecord, weights: Sequence[float]) -> GramRecord:
         greedy_reward=greedy,
         sketch=None if sketch is None else (np.asarray(weights) @ sketch.astype(np.float64))[None].astype(sketch.dtype),
         sketch_names=None if sketch is None else record.sketch_names[:1],
+        metric_sketch=None,
         modules=None,
         module_moments=None,
         module_oracle=None,

@@ -6,23 +6,21 @@ print(group_size_report(results["group_size_law"], budget))     constants, G*, w
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Sequence
-
 import numpy as np
 
+from Gradient_evaluation.runs.results.report_losses import lines_of_losses
 from Gradient_evaluation.runs.results.results_file import FLOOR, label_in
 from Gradient_evaluation.runs.results.rollouts_check import check_lines
 from Gradient_evaluation.runs.results.stopping import stopping_text
+from Gradient_evaluation.runs.results.text import cell_text, ends_text, number_text, value_text, wrapped
 from Gradient_evaluation.stats.estimators import DEFAULT, label_of
 from Gradient_evaluation.stats.group_size.law import PREDICTION
-
-WIDTH = 126  # letters of a line of text on the terminal; rows of a table may be longer
 
 
 def report(results: dict) -> str:
     """MSE by K, the other estimators, the largest modules, the checks and the score norms."""
     lines = [*_mse_table(results), *_notes(results), *_by_reward(results), *_other_estimators(results)]
+    lines += lines_of_losses(results)
     lines += [*_by_group(results), *_allocation(results), *_largest_modules(results)]
     checks = [_on_policy(results["on_policy_check"]), _sampler_check(results.get("checks", {})), _norms(results)]
     checks += check_lines(results["rollouts_check"]) if "rollouts_check" in results else []
@@ -30,19 +28,10 @@ def report(results: dict) -> str:
     return "\n".join([*lines, *(wrapped(line) for line in checks if line)])
 
 
-def wrapped(text: str) -> str:
-    """The text, its long lines broken at ``WIDTH`` letters; what follows a break is indented."""
-    lines = []
-    for line in text.split("\n"):
-        indent = " " * (len(line) - len(line.lstrip()) + 2)
-        lines += textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [""]
-    return "\n".join(lines)
-
-
 def _mse_table(results: dict) -> list[str]:
     curves = {name: results["estimators"][name] for name in DEFAULT}
     rows = [
-        f"{K:>4}" + "".join(f"{_cell(curve, 'mse', i):>30}" for curve in curves.values())
+        f"{K:>4}" + "".join(f"{cell_text(curve, 'mse', i):>30}" for curve in curves.values())
         for i, K in enumerate(results["K_list"])
     ]
     return [
@@ -90,7 +79,7 @@ def _by_reward(results: dict) -> list[str]:
         mean = "-" if each["mean_reward"] is None else f"{each['mean_reward']:.3g}"
         ends = each["conditional_on_x_ci95"]["grpo"][0]
         group_size_law = each["group_size_law"]
-        best = "-" if group_size_law["G_star"] is None else _number(group_size_law, "G_star", ".3g")
+        best = "-" if group_size_law["G_star"] is None else number_text(group_size_law, "G_star", ".3g")
         cells = (mean, value_text(each["conditional_on_x"]["grpo"][0], ends), best)
         lines.append(f"  {name} ({each['weight']:g}): {' | '.join(cells)}")
     return [*lines, ""]
@@ -151,7 +140,7 @@ def _other_estimators(results: dict) -> list[str]:
         lines.append(f"  {name}: {found['title']}")
         cosine = cosines.get(name) or {"cosine": None, "ci95": None}
         for i, K in enumerate(results["K_list"]):
-            cells = [_cell(found, part, i) for part in ("mse", "signal_to_noise", "effective_group_size")]
+            cells = [cell_text(found, part, i) for part in ("mse", "signal_to_noise", "effective_group_size")]
             cells.append(value_text(cosine["cosine"], cosine["ci95"]))
             each = found["continuations_per_group"][i]
             dropped = "" if each is None or each <= K else f" | {each:.3g} continuations are sampled for a group that is kept"
@@ -177,11 +166,11 @@ def _by_group(results: dict) -> list[str]:
     for name, each in found.items():
         group_size_law, grpo = each["group_size_law"], each["estimators"]["grpo"]
         cells = f"{value_text(each['mean_reward'], each['mean_reward_ci95']):>25}"
-        cells += "".join(f"{_cell(grpo, 'mse', i):>28}" for i in ends)
+        cells += "".join(f"{cell_text(grpo, 'mse', i):>28}" for i in ends)
         best = (
             "-"
             if group_size_law["G_star"] is None
-            else f"{group_size_law['G_star']:.3g}{_ends(*group_size_law['G_star_ci95'], '.3g')}"
+            else f"{group_size_law['G_star']:.3g}{ends_text(*group_size_law['G_star_ci95'], '.3g')}"
         )
         near = "-" if group_size_law["within_10_percent"] is None else "{} to {}".format(*group_size_law["within_10_percent"])
         lines.append(f"  {name:<{width}} {each['n_prompts']:>8} {cells}{best:>24}{near:>14}")
@@ -238,18 +227,6 @@ def _largest_modules(results: dict, count: int = 5) -> list[str]:
     return lines
 
 
-def _cell(found: dict, quantity: str, i: int) -> str:
-    return value_text(found[quantity][i], found[f"{quantity}_ci95"][i])
-
-
-def value_text(value: float | None, interval: Sequence[float] | None) -> str:
-    """``"33.61 [25.44, 42.2]"``, without an interval the value alone, without a value ``"-"``."""
-    if value is None or interval is None:
-        return "-" if value is None else f"{value:.4g}"
-    low, high = (0.0 if abs(end) < 1e-12 * abs(value) else end for end in interval)  # rounding of a sum that is 0
-    return f"{value:.4g} [{low:.4g}, {high:.4g}]"
-
-
 # --- the group-size law ---
 
 
@@ -288,7 +265,7 @@ def group_size_report(group_size_law: dict, budget: int | None = None) -> str:
         "(c1 G + c2 + c3/(G-1)) / N for N continuations in groups of G"
     ]
     lines += [
-        f"  {name} = {_number(group_size_law, name)}   {what}"
+        f"  {name} = {number_text(group_size_law, name)}   {what}"
         for name, what in (("c1", "between prompts"), ("c2", "per continuation"), ("c3", "small groups"))
     ]
     if group_size_law["G_star"] is None:
@@ -298,7 +275,7 @@ def group_size_report(group_size_law: dict, budget: int | None = None) -> str:
     else:
         bound = group_size_law["G_star_paper_bound"]
         beside = "" if bound is None else f"   (the paper's bound form sqrt(c3/c1): {bound:.3g})"
-        lines.append(f"  best group size G* = {_number(group_size_law, 'G_star', '.3g')}{beside}")
+        lines.append(f"  best group size G* = {number_text(group_size_law, 'G_star', '.3g')}{beside}")
         if group_size_law.get("G_star_may_be_larger"):
             lines.append(f"  G* may well be larger: c1 is less than 3 standard errors above 0; {at_least(group_size_law)}")
         lines.append(f"  within 10% of the least MSE: {_range(group_size_law)}")
@@ -324,25 +301,12 @@ def _relative(group_size_law: dict) -> list[str]:
         return []
     lines = [f"  MSE at G over the MSE at G = {table['reference']}, at the same number of continuations [95% interval]:"]
     for size, value, ends in zip(table["G"], table["value"], table["ci95"]):
-        lines.append(f"  {size:>5}  {value:.3g}" + ("" if size == table["reference"] else _ends(*ends)))
+        lines.append(f"  {size:>5}  {value:.3g}" + ("" if size == table["reference"] else ends_text(*ends)))
     if group_size_law.get("almost_best"):
         low, high = group_size_law["almost_best"]
         sizes = f"G = {low} is" if low == high else f"G = {low} to {high} are"
         lines.append(f"  {sizes} within 10% of the least of these powers of two")
     return lines
-
-
-def _ends(low: float | None, high: float | None, form: str = ".3g") -> str:
-    return " [{}, {}]".format(*("unbounded" if end is None else f"{end:{form}}" for end in (low, high)))
-
-
-def _number(group_size_law: dict, name: str, form: str = ".4g") -> str:
-    if group_size_law[name] is None:
-        return f"not computed ({group_size_law['reasons'][name]})"
-    interval = group_size_law[f"{name}_ci95"]
-    if interval is None:
-        return f"{group_size_law[name]:{form}} (no interval: {group_size_law['reasons'][f'{name}_ci95']})"
-    return f"{group_size_law[name]:{form}}{_ends(*interval, form)}"
 
 
 def _range(group_size_law: dict) -> str:
@@ -362,7 +326,7 @@ def _noise_scale(group_size_law: dict) -> str:
             else f"not computed ({why})"
         )
     return (
-        f"{_number(group_size_law, 'gradient_noise_scale', '.3g')} prompts at G = "
+        f"{number_text(group_size_law, 'gradient_noise_scale', '.3g')} prompts at G = "
         f"{group_size_law['gradient_noise_scale_G']} (a batch of so many has a mean gradient as large as its noise)"
     )
 

@@ -21,7 +21,17 @@ from Gradient_evaluation.runs.inputs.oracle_table import OracleRow
 from Gradient_evaluation.runs.machine.files import to_json_line, write_bytes_atomic, write_json
 from Gradient_evaluation.runs.results.by_reward import OTHER_LAYERS
 from Gradient_evaluation.runs.results.rollouts_check import rollouts_check
-from Gradient_evaluation.runs.results.summaries import Notes, by_group, check_allocation, layers_of, rewards_alone, summary_of
+from Gradient_evaluation.runs.results.summaries import (
+    Notes,
+    by_group,
+    check_allocation,
+    clipping_of,
+    in_metric,
+    layers_of,
+    rewards_alone,
+    summary_of,
+    with_kl,
+)
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
@@ -66,6 +76,12 @@ def write_results(settings: TracecovSettings, records: Iterable, about: dict, la
         summary["by_group"] = by_group(settings, prompts, notes, about)
     if notes.component_names:
         summary["by_reward"] = rewards_alone(settings, records, notes, about)
+    if settings.clip:
+        summary["clip"] = clipping_of(settings, prompts, records, summary, bootstrap)
+    if settings.kl_coef:
+        summary["kl"] = with_kl(settings, prompts, records, notes.sketched, about, bootstrap)
+    if notes.has_metric:
+        summary["optimizer_metric"] = in_metric(settings, records, about)
     if notes.layers:
         layers = with_reasons({"by_layer": layers_of(notes, settings.K_list, bootstrap)})
         summary["reasons"] |= layers.pop("reasons")

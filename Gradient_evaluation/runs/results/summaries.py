@@ -23,10 +23,12 @@ from Gradient_evaluation.runs.results.by_reward import OTHER_SKETCHES, by_reward
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats import summary as estimators
 from Gradient_evaluation.stats.bootstrap import PromptBootstrap
+from Gradient_evaluation.stats.clip import Clip, clipped_names, clipping, group_squares
 from Gradient_evaluation.stats.group_size.allocation import LEAST
 from Gradient_evaluation.stats.group_size.law import group_size_law
 from Gradient_evaluation.stats.group_size.sketch_pairs import Sketches, SketchPart, prompt_averaged_cosines
-from Gradient_evaluation.stats.missing import Missing
+from Gradient_evaluation.stats.kl import reduce_with_kl, summary_with_kl
+from Gradient_evaluation.stats.missing import Missing, with_reasons
 from Gradient_evaluation.stats.modules import by_layer, oracle_traces
 from Gradient_evaluation.stats.prompts import PromptMoments
 
@@ -61,6 +63,7 @@ class Notes:
     component_weights: list[float] | None = None
     compared: list[dict | None] = field(default_factory=list)  # of rollouts, by prompt
     weighted: bool = False
+    has_metric: bool = True
 
     def passing(self, records: Iterable) -> Iterable:
         """Yield each record, after its notes are taken."""
@@ -85,6 +88,7 @@ class Notes:
             self.columns.append(record.columns)
             self.compared.append(record.rollouts_check)
             self.weighted |= record.log_weights is not None
+            self.has_metric &= record.metric_grams is not None
             self.block_sizes.update(len(gram) for gram in record.grams)
             if record.modules is not None:
                 self.layers.append((record.modules, record.module_moments, record.module_oracle))
@@ -191,6 +195,54 @@ def rewards_alone(settings: TracecovSettings, records: Iterable, notes: Notes, a
         return summary_of(alone, prompts, notes.sketched, about, PromptBootstrap(len(prompts), seed=alone.seed))
 
     return by_reward(records, notes.component_names, notes.component_weights, summarise)
+
+
+def clipping_of(
+    settings: TracecovSettings, prompts: PromptMoments, records: Iterable, summary: dict, bootstrap: PromptBootstrap
+) -> dict:
+    """The entry ``clip``: how many steps --clip cuts, at those of --K_list that --budget holds."""
+    names, sizes = clipped_names(settings.estimators), [size for size in settings.K_list if size <= settings.budget]
+    law = summary["group_size_law"]
+    norm = law["mean_theta_norm_sq"]
+    norm = Missing(law["reasons"]["mean_theta_norm_sq"]) if norm is None else norm
+    squares = group_squares(records, names, sizes)
+    return clipping(prompts, squares, names, sizes, Clip(settings.clip, settings.budget, norm), bootstrap)
+
+
+def with_kl(
+    settings: TracecovSettings, prompts: PromptMoments, records: Iterable, sketched: Sketched, about: dict, bootstrap
+) -> dict:
+    """The entry ``kl``: the losses with --kl_coef times the KL to the reference, and GRPO's group-size law with it.
+
+    {coef, mean_kl_per_token, estimators: see stats/kl.py, group_size_law, reasons}
+    """
+    names, kl, sketches = clipped_names(settings.estimators), [], []
+
+    def passing() -> Iterable:
+        for record in records:
+            if record.kl_grams is None:
+                raise UserError("--kl_coef: these Grams were made without --ref_model; measure with it, in a new --save_json")
+            kl.append(record.kl.sum() / record.lengths.sum())
+            if record.kl_sketch is not None and record.sketch is not None:
+                sketches.append((record.sketch[0] - settings.kl_coef * record.kl_sketch)[None])
+            yield record
+
+    moments, groups = reduce_with_kl(passing(), prompts, names, settings.K_list, settings.kl_coef)
+    together = sketched._replace(sketches=sketches if len(sketches) == len(prompts) else [None], names=["grpo"])
+    found = {
+        "coef": settings.kl_coef,
+        "mean_kl_per_token": float(np.mean(kl)),
+        "estimators": summary_with_kl(groups, names, settings.K_list, bootstrap),
+    }
+    return {**with_reasons(found), "group_size_law": group_size_law_of(moments, together, about, bootstrap)}
+
+
+def in_metric(settings: TracecovSettings, records: Iterable, about: dict) -> dict:
+    """The entry ``optimizer_metric``: every number once more, in the metric of --optimizer_state."""
+    notes = Notes()
+    metric = (record.in_metric() for record in records)
+    prompts = estimators.reduce_prompts(notes.passing(metric), settings.K_list, settings.estimators)
+    return summary_of(settings, prompts, notes.sketched, about, PromptBootstrap(len(prompts), seed=settings.seed))
 
 
 def check_allocation(total: int, n_prompts: int) -> None:

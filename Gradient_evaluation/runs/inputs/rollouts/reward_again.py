@@ -14,7 +14,7 @@ import numpy as np
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.inputs.rewards import RunRewards
 from Gradient_evaluation.runs.inputs.rollouts.stored import rewards_of_rollouts
-from Gradient_evaluation.runs.machine.gram_store import GramRecord
+from Gradient_evaluation.runs.machine.gram_store import MORE_GRAMS, GramRecord
 from Gradient_evaluation.sampling.rollouts import Rollouts
 from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats.blocks import MIN_BLOCK
@@ -33,6 +33,7 @@ OF_ITS_REWARDS = (
     "greedy_components",
     "oracle_components",
     "component_sketch",
+    "metric_sketch",
 )
 HALF_PRECISION = 0.1  # by which log pi of a continuation may differ between sampler and scorer, per root of its tokens
 
@@ -75,12 +76,21 @@ def _without_left_out(record: GramRecord, kept: np.ndarray, where: str) -> GramR
     if not kept.any():
         raise UserError(f"{where}: no block of its prompt has {MIN_BLOCK} continuations with a reward; leave the prompt out")
     components, log_weights = record.components, record.log_weights
+
+    def of_kept(grams: list[np.ndarray] | None, times: int = 1) -> list[np.ndarray] | None:
+        if grams is None:
+            return None
+        rows = [np.tile(kept[part], times) for part in parts]
+        return [gram[np.ix_(row, row)] for gram, row in zip(grams, rows) if row.any()]
+
     return replace(
         record,
         rewards=record.rewards[kept],
         lengths=record.lengths[kept],
         log_probs=record.log_probs[kept],
-        grams=[gram[np.ix_(kept[part], kept[part])] for gram, part in zip(record.grams, parts) if kept[part].any()],
+        grams=of_kept(record.grams),
+        **{name: of_kept(getattr(record, name), times) for name, times in MORE_GRAMS.items()},
+        kl=None if record.kl is None else record.kl[kept],
         components=None if components is None else components[:, kept],
         log_weights=None if log_weights is None else log_weights[kept],
         n_left_out=int((~kept).sum()),
