@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.machine import gram_store
+from Gradient_evaluation.runs.machine.durations import time_text
 from Gradient_evaluation.runs.machine.memory import GIB
-from Gradient_evaluation.runs.machine.progress import time_text
 from Gradient_evaluation.runs.pilot import continuations, costs_text, stored_choice
 from Gradient_evaluation.runs.results.results_file import counted
 from Gradient_evaluation.runs.until import Until

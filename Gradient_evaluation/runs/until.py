@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.runs.machine import gram_store
+from Gradient_evaluation.runs.machine.durations import time_text
 from Gradient_evaluation.runs.machine.processes import Processes
-from Gradient_evaluation.runs.machine.progress import time_text
 from Gradient_evaluation.runs.machine.resume import IDENTITY, read_identity
 from Gradient_evaluation.runs.plan import Plan, as_drawn
 from Gradient_evaluation.runs.results.stopping import ALL_PROMPTS, PRECISION, answer_text

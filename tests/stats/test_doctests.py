@@ -8,7 +8,7 @@ import Gradient_evaluation.stats
 
 
 def test_the_examples_in_docstrings_are_right():
-    names = [module.name for module in pkgutil.iter_modules(Gradient_evaluation.stats.__path__)]
-    found = {name: doctest.testmod(importlib.import_module(f"Gradient_evaluation.stats.{name}")) for name in names}
+    modules = pkgutil.walk_packages(Gradient_evaluation.stats.__path__, "Gradient_evaluation.stats.")
+    found = {module.name.rpartition(".")[2]: doctest.testmod(importlib.import_module(module.name)) for module in modules}
     assert [name for name, each in found.items() if each.failed] == []
     assert {name for name, each in found.items() if each.attempted} >= {"advantages", "best_size", "blocks", "missing"}

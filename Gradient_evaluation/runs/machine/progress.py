@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from tqdm import tqdm
 
+from Gradient_evaluation.runs.machine.durations import time_text
 from Gradient_evaluation.runs.machine.processes import Processes
 
 EVERY = 60  # seconds between two lines of a log
@@ -75,11 +76,3 @@ class Progress:
 
     def _open(self, count: int, mean: str) -> str:
         return self.answer or f"{self.before + count} prompts, {mean}"
-
-
-def time_text(seconds: float) -> str:
-    """``"45 s"``, ``"31 min"``, ``"1.6 h"``, ``"2.3 days"``."""
-    for size, unit, most in ((1, "s", 90), (60, "min", 90 * 60), (3600, "h", 48 * 3600)):
-        if seconds < most:
-            return f"{seconds / size:.{1 if unit == 'h' else 0}f} {unit}"
-    return f"{seconds / 86400:.1f} days"

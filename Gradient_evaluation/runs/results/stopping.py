@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from Gradient_evaluation.runs.machine.progress import time_text
+from Gradient_evaluation.runs.machine.durations import time_text
 from Gradient_evaluation.runs.results.results_file import counted
 
 PRECISION, ALL_PROMPTS = "precision", "all prompts"  # what a run is stopped by, beside its minutes
