@@ -53,7 +53,7 @@ def test_one_line_a_step_in_order_of_the_steps(run):
 def test_checkpoints_differ_by_their_parameters_alone(run):
     """Same prompts and random numbers: parameters that are almost equal give the same rewards and almost equal numbers."""
     base, second = rows_of(run / "out" / "group_size.jsonl")
-    for name in ("c1", "c2", "c3", "G_star"):
+    for name in ("c1", "c2", "c3", "mean_theta_norm_sq"):
         assert base[name] != second[name] and np.isclose(base[name], second[name], rtol=1e-3), name
     assert (base["mean_reward"], base["frac_reward_zero_std"]) == (second["mean_reward"], second["frac_reward_zero_std"])
     texts = [[(each.prompt_id, *each.lengths) for each in load_all(run / "out" / f"step_{step}" / "grams")] for step in (0, 2)]
@@ -151,8 +151,8 @@ def test_folders_without_a_step_are_numbered_as_given(tmp_path):
 
 def test_adapters_and_merged_shards_are_what_is_loaded(tmp_path):
     hugging_face(tmp_path / "checkpoints" / "global_step_9" / "actor" / "huggingface")
-    hugging_face(tmp_path / "checkpoints" / "global_step_2" / "actor" / "huggingface")
-    adapter(tmp_path / "checkpoints" / "global_step_2" / "actor" / "huggingface" / "lora_adapter")
+    hugging_face(tmp_path / "checkpoints" / "global_step_10" / "actor" / "huggingface")
+    adapter(tmp_path / "checkpoints" / "global_step_10" / "actor" / "huggingface" / "lora_adapter")
     adapter(tmp_path / "lora" / "checkpoint-5")
     ninth, tenth = find_checkpoints([tmp_path], None)
     assert (ninth.step, ninth.model.name, tenth.step, tenth.model.name) == (9, "huggingface", 10, "lora_adapter")
