@@ -34,7 +34,7 @@ from Gradient_evaluation.runs.machine.files import append_row, one_line_errors, 
 from Gradient_evaluation.runs.measure import SMALLEST_BLOCK
 from Gradient_evaluation.sampling.generate import eos_token_ids
 from Gradient_evaluation.sampling.law import SamplingLaw
-from Policy_Optimization.policy_in_place import Group, Policy, Record, Trained, in_place, numbers_of, rows_of
+from Policy_Optimization.policy_in_place import Group, Policy, Record, Trained, as_logged, in_place, numbers_of, rows_of
 from Policy_Optimization.trainer_rollouts import (
     RolloutRecorder,
     check_measurable,
@@ -46,11 +46,6 @@ from Policy_Optimization.trainer_rollouts import (
 )
 
 FILE = "group_size.jsonl"
-# What the trainer logs of a measurement; the file has the rest.
-LOGGED = (
-    *("G_star", "G_star_ci95", "G_star_at_least", "almost_best", "c1", "c1_ci95", "c2", "c2_ci95", "c3", "c3_ci95"),
-    *("mse", "mse_half", "mse_double", "signal_to_noise", "frac_reward_zero_std", "mean_reward", "seconds", "share_of_run"),
-)
 OWN, OF_TRAINER = "own", "trainer"
 
 
@@ -268,7 +263,7 @@ class GroupSizeCallback(TrainerCallback):
 
     def _log(self, state, control, row: Mapping[str, Any]) -> None:
         """The numbers as group_size/NAME, to what the trainer logs to. The trainer's own entry of this step stays as it is."""
-        logs = _flat(row)
+        logs = as_logged(row)
         if self.trainer is None:
             state.log_history.append({**logs, "epoch": state.epoch, "step": state.global_step})
             return
@@ -304,18 +299,6 @@ def _rewards(reward, weights: Sequence[float] | None) -> RunRewards:
     several = [reward] if callable(reward) or isinstance(reward, str) else list(reward)
     found = tuple(resolve_reward(each) if isinstance(each, str) else reward_in_process(each) for each in several)
     return RunRewards(found, check_weights(weights, [each.name for each in found]))
-
-
-def _flat(row: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a measurement as a trainer's log has them; an interval as NAME_low and NAME_high."""
-    found = {}
-    for name in LOGGED:
-        value = row.get(name)
-        parts = {name: value}
-        if isinstance(value, list):
-            parts = {f"{name.removesuffix('_ci95')}_{end}": each for end, each in zip(("low", "high"), value)}
-        found |= {f"group_size/{each}": float(number) for each, number in parts.items() if number is not None}
-    return found
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ and sketches are those of run_tracecov.py with the same seed, so a checkpoint of
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,12 +36,19 @@ from Gradient_evaluation.stats.bootstrap import PromptBootstrap
 from Gradient_evaluation.stats.estimators import leave_one_out_weights
 from Gradient_evaluation.stats.group_size.law import group_size_law
 from Gradient_evaluation.stats.group_size.sketch_pairs import Sketches, SketchPart
+from Gradient_evaluation.stats.missing import Missing
 from Gradient_evaluation.stats.prompts import reduce_prompts
 from Gradient_evaluation.utils import normalise_prompt
 
 LAW_NUMBERS = (
     *("G_star", "G_star_ci95", "G_star_at_least", "G_star_may_be_larger", "almost_best", "within_10_percent"),
     *(f"{name}{end}" for name in ("c1", "c2", "c3", "mean_theta_norm_sq") for end in ("", "_ci95")),
+)
+
+# What a log gets of a measurement; its file has the rest.
+LOGGED = (
+    *("G_star", "G_star_ci95", "G_star_at_least", "almost_best", "c1", "c1_ci95", "c2", "c2_ci95", "c3", "c3_ci95"),
+    *("mse", "mse_half", "mse_double", "signal_to_noise", "frac_reward_zero_std", "mean_reward", "seconds", "share_of_run"),
 )
 
 
@@ -192,7 +199,7 @@ def numbers_of(
     law = group_size_law(prompts, sketches, PromptBootstrap(len(records), seed=seed))
     numbers = {name: law[name] for name in LAW_NUMBERS}
     reasons = {name: why for name, why in law["reasons"].items() if name in LAW_NUMBERS}
-    at_own, no_own = _at_own_size(law, prompts.outcomes, trained)
+    at_own, no_own = at_own_size(law, trained, partial(_silent_share, prompts.outcomes))
     n = len(records)
     numbers |= at_own | {
         "num_generations": trained.group_size,
@@ -208,18 +215,28 @@ def numbers_of(
     return {**numbers, "reasons": reasons | no_own}
 
 
-def _at_own_size(law: Mapping[str, Any], outcomes: Sequence, trained: Trained) -> tuple[dict, dict]:
-    """What is said at the trainer's own group size, and why of each None."""
+def _silent_share(outcomes: Sequence, size: int) -> float | Missing:
+    fewest = min(each.total for each in outcomes)
+    if size > fewest:
+        return Missing(f"num_generations {size} is more than the {fewest} continuations of a prompt")
+    return float(np.mean([each.silent_share(size) for each in outcomes]))
+
+
+def at_own_size(law: Mapping[str, Any], trained: Trained, silent_share: Callable[[int], float | Missing]) -> tuple[dict, dict]:
+    """What is said at the trainer's own group size (see ``numbers_of``), and why of each None.
+
+    law: of ``group_size_law``. silent_share: the share of silent groups at a group size.
+    """
     size, batch = trained
     found: dict = dict.fromkeys(("mse", "mse_half", "mse_double", "signal_to_noise", "frac_reward_zero_std"))
     if size is None:
         return found, dict.fromkeys(found, "the trainer has no num_generations; give num_generations and prompts_per_step")
     reasons: dict = {}
-    fewest = min(each.total for each in outcomes)
-    if size <= fewest:
-        found["frac_reward_zero_std"] = float(np.mean([each.silent_share(size) for each in outcomes]))
+    share = silent_share(size)
+    if isinstance(share, Missing):
+        reasons["frac_reward_zero_std"] = share.reason
     else:
-        reasons["frac_reward_zero_std"] = f"num_generations {size} is more than the {fewest} continuations of a prompt"
+        found["frac_reward_zero_std"] = share
     if batch is None or law["c1"] is None:
         why = law["reasons"]["c1"] if batch else "prompts_per_step is not known"
         return found, {**reasons, **{name: why for name in found if name != "frac_reward_zero_std"}}
@@ -234,3 +251,15 @@ def _at_own_size(law: Mapping[str, Any], outcomes: Sequence, trained: Trained) -
     else:
         reasons["signal_to_noise"] = "the predicted MSE cannot be told from 0 with these prompts"
     return found, reasons
+
+
+def as_logged(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a measurement as a log has them, group_size/NAME; an interval as NAME_low and NAME_high."""
+    found = {}
+    for name in LOGGED:
+        value = row.get(name)
+        parts = {name: value}
+        if isinstance(value, list):
+            parts = {f"{name.removesuffix('_ci95')}_{end}": each for end, each in zip(("low", "high"), value)}
+        found |= {f"group_size/{each}": float(number) for each, number in parts.items() if number is not None}
+    return found

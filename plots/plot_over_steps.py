@@ -5,8 +5,9 @@
 The file is that of Policy_Optimization/group_size_callback.py. Left: G* with its 95% interval, dotted where it has no upper
 end, and a triangle where only a lower bound is known. The shade is the range of powers of two within 10% of the least MSE. The
 dashed line is the group size that the run trains with. Middle: the three parts of MSE times N at that group size (at G*
-where it is not known). Right: the mean reward of the measured prompts, and the share of silent groups. Where a run was
-continued, the later measurement of a step counts. Runs in seconds.
+where it is not known). Right: the mean reward of the measured prompts, and the share of silent groups. Last, where it is known:
+the signal-to-noise ratio of one step, ||mean gradient||^2 / MSE. Where a run was continued, the later measurement of a step
+counts. The file of Policy_Optimization/track_checkpoints.py is drawn in the same way. Runs in seconds.
 """
 
 from __future__ import annotations
@@ -46,13 +47,16 @@ def load_measurements(path: str | Path) -> list[dict]:
 
 
 def plot_over_steps(rows: Sequence[dict]):
-    """Draw the measurements of ``load_measurements``; returns (figure, (3,) array of axes)."""
+    """Draw the measurements of ``load_measurements``; returns (figure, array of 3 axes, 4 with a signal-to-noise ratio)."""
     from plots.style import new_figure
 
-    figure, axes = new_figure(3, height=HEIGHT)
+    has_ratio = any(row.get("signal_to_noise") is not None for row in rows)
+    figure, axes = new_figure(4 if has_ratio else 3, height=HEIGHT)
     plot_group_sizes(rows, axes[0])
     plot_parts(rows, axes[1])
     plot_rewards(rows, axes[2])
+    if has_ratio:
+        plot_signal_to_noise(rows, axes[3])
     return figure, axes
 
 
@@ -112,16 +116,31 @@ def plot_rewards(rows: Sequence[dict], ax) -> None:
     _finish(ax, rows)
 
 
+def plot_signal_to_noise(rows: Sequence[dict], ax) -> None:
+    """The signal-to-noise ratio of one step by step; at or below 0 nothing is seen but noise."""
+    from plots.style import numbered
+
+    ratios = [math.nan if row.get("signal_to_noise") is None else row["signal_to_noise"] for row in rows]
+    ax.plot([row["step"] for row in rows], ratios, markersize=4, **numbered(0, "of one training step").look)
+    ax.axhline(0, color="#999999", linewidth=0.6)
+    ax.set_ylabel("signal-to-noise ratio")
+    _finish(ax, rows)
+
+
 def _finish(ax, rows: Sequence[dict]) -> None:
     from plots.style import finish
 
+    if any("label" in row for row in rows):  # checkpoints whose names have no step
+        ax.set_xticks([row["step"] for row in rows], [row.get("label", str(row["step"])) for row in rows])
     ax.set_xlabel(f"optimiser steps\n(n = {rows[-1].get('n_prompts', '?')} prompts a measurement)")
     finish(ax, loc="upper center", bbox_to_anchor=(0.5, -0.27))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = Parser(prog="plot_over_steps.py", description="The group-size law of a policy by training step.")
-    parser.add_argument("measurements", metavar="group_size.jsonl", help="the file of GroupSizeCallback")
+    parser.add_argument(
+        "measurements", metavar="group_size.jsonl", help="the file of GroupSizeCallback or track_checkpoints.py"
+    )
     parser.add_argument("--out", required=True, help="figure to write; .pdf and .svg are vector, .png is not")
     flags = parser.parse_args(arguments)
     with importing():

@@ -44,7 +44,7 @@ WRITTEN_BY = (
 # the names of what the scripts write; an outputs/ path of the README that is read must be one of them
 OUTPUTS = re.compile(
     r"oracle_v_n\d+_[\w.-]+\.jsonl|tracecov_(?!.*_detailed)[\w.-]+\.json|grams|rollouts|manifest\.json|"
-    r"group_sizes\.json|group_size\.jsonl|(train|val)\.parquet|(arithmetic_\w+|problems)\.jsonl"
+    r"group_sizes\.json|group_size\.jsonl|trl|(train|val)\.parquet|(arithmetic_\w+|problems)\.jsonl"
 )
 
 
@@ -202,12 +202,19 @@ def parse(script: str, arguments: Sequence[str]) -> None:
     """Let a script's own parser judge the arguments, and stop there."""
     parts = Path(script).with_suffix("").parts
     main = importlib.import_module(".".join(parts[1:] if parts[0] == "tests" else parts)).main  # pytest imports tests/ bare
-    original, argv = argparse.ArgumentParser.parse_args, sys.argv
+    of_argparse, argv = argparse.ArgumentParser, sys.argv
+    original, known, others = of_argparse.parse_args, of_argparse.parse_known_args, []
 
     def parse_args(parser, args=None, namespace=None):
+        of_argparse.parse_known_args = known  # parse_args calls it
         raise Parsed(original(parser, args, namespace))
 
-    argparse.ArgumentParser.parse_args, sys.argv = parse_args, [script, *arguments]
+    def parse_known_args(parser, args=None, namespace=None):
+        others.extend(known(parser, args, namespace)[1])
+        raise Parsed(others)
+
+    of_argparse.parse_args, of_argparse.parse_known_args = parse_args, parse_known_args
+    sys.argv = [script, *arguments]
     try:
         with one_line():
             main()
@@ -215,7 +222,9 @@ def parse(script: str, arguments: Sequence[str]) -> None:
     except Parsed:
         pass
     finally:
-        argparse.ArgumentParser.parse_args, sys.argv = original, argv
+        of_argparse.parse_args, of_argparse.parse_known_args, sys.argv = original, known, argv
+    if others:  # track_checkpoints.py passes them on
+        parse("Gradient_evaluation/run_tracecov.py", ["--dataset", "d", "--save_json", "out", *others])
 
 
 @contextlib.contextmanager

@@ -119,7 +119,7 @@ def written_by(command: Command) -> set[str]:
     elif "prepare_parquet.py" in program:
         found |= {f"{flag('--out_dir')}/{name}.parquet" for name in ("train", "val")}
     elif "train_with_trl.py" in program:
-        found.add(f"{flag('--out_dir')}/group_size.jsonl")
+        found |= {flag("--out_dir"), f"{flag('--out_dir')}/group_size.jsonl"}
     elif "sweep_group_size.sh" in program and "--dry_run" not in words:
         found.add(f"{flag('--sweep_dir', 'outputs/sweep')}/manifest.json")
     return found
@@ -201,6 +201,7 @@ ADDED = {
         *"--steps 1 --seeds 1 --group_sizes 2 4 --budget 8 --n_train 4 --n_held_out 2 --eval_samples 2 --overwrite".split(),
     ],
     "Policy_Optimization/train_with_trl.py": None,  # needs trl; test_group_size_trl.py runs it
+    "Policy_Optimization/track_checkpoints.py": None,  # measures that training; test_track_checkpoints.py runs it
     "plots/plot_over_steps.py": None,  # draws that training
     "data/prepare_parquet.py jsonl": ["--val_size", "1"],
     "data/prepare_parquet.py gsm8k": ["--train", "gsm8k.jsonl", "--val", "gsm8k.jsonl"],

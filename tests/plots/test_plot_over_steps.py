@@ -44,6 +44,14 @@ def test_the_curves_are_those_of_the_file(tmp_path):
     assert curves["silent groups"][1] == [0.5, 0.5]
 
 
+def test_the_signal_to_noise_ratio_has_a_panel_where_it_is_known():
+    rows = [{**LINE, "step": 0, "signal_to_noise": 0.3, "label": "base"}, {**LINE, "step": 10, "signal_to_noise": None}]
+    _, axes = plot_over_steps(rows)
+    assert len(axes) == 4 and list(axes[3].get_lines()[0].get_ydata())[0] == 0.3
+    assert [each.get_text() for each in axes[3].get_xticklabels()] == ["base", "10"]
+    assert len(plot_over_steps([{**LINE, "step": 0}])[1]) == 3
+
+
 def test_an_attempt_counts_up_to_where_the_next_one_went_on(tmp_path):
     steps = [(0, 1.0), (5, 2.0), (10, 3.0), (5, 4.0), (15, 5.0)]
     path = written(tmp_path / "a.jsonl", [{**LINE, "step": step, "c2": c2} for step, c2 in steps])

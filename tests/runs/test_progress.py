@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from Gradient_evaluation.runs.machine.processes import Processes
 from Gradient_evaluation.runs.machine.durations import time_text
+from Gradient_evaluation.runs.machine.processes import Processes
 from Gradient_evaluation.runs.machine.progress import Progress
 
 
