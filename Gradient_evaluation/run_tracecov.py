@@ -109,8 +109,6 @@ def check_source(parser: Parser, args) -> None:
     if adam := [flag for flag in given if flag.startswith("--adam_")]:
         if not args.optimizer_state:
             parser.error(f"{', '.join(adam)}: no effect without --optimizer_state; leave out")
-    if args.importance_weights and args.by_layer:
-        parser.error("--by_layer: the moments of modules are not weighted; leave it out, or --importance_weights")
     if args.importance_weights and args.scoring == "published":
         parser.error("--importance_weights: weights are ratios of exact log-probs; leave out --scoring published")
 

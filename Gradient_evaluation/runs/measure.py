@@ -26,6 +26,7 @@ from Gradient_evaluation.settings import TracecovSettings
 from Gradient_evaluation.stats.estimators import group_rules, leave_one_out_weights, sketch_weights, sketched_names
 from Gradient_evaluation.stats.modules import layer_moments, mean_moments
 from Gradient_evaluation.stats.prompts import cross_fitted_oracle
+from Gradient_evaluation.stats.weighted import Weights, distinct_products, self_normalised
 
 SMALLEST_BLOCK = 4  # an unbiased estimate of ||theta||^2 needs four continuations in a block
 
@@ -127,7 +128,7 @@ class Measurement:
         found = self.source.for_audit(row, prompt_ids, count)
         drawn, rewards, _ = with_rewards(found, judged(found, row, self.source.rewards))
         if len(drawn) >= SMALLEST_BLOCK:
-            self._blocks(row, prompt_ids, drawn, rewards, self.block.size)
+            self._blocks(row, prompt_ids, drawn, rewards, None, self.block.size)
 
     def measure(self, row: OracleRow, prompt_ids: list[int], index: int, first: int = 0) -> GramRecord:
         """The record of one prompt, ``index`` its row among the prompts, of its continuations from number ``first`` on.
@@ -146,10 +147,11 @@ class Measurement:
             )
         compared = weights = None
         if not self.source.is_sampled:
-            compared = self.block.run(lambda size: self.comparison.of_prompt(prompt_ids, drawn, row.where, size), row.where)
-        blocks = self.block.run(lambda size: self._blocks(row, prompt_ids, drawn, rewards, size), row.where)
-        if self.settings.importance_weights:
-            weights = importance_weights(blocks["log_probs"], drawn, row.where)
+            compare = partial(self.comparison.of_prompt, prompt_ids, drawn, row.where)
+            compared, log_weights = self.block.run(compare, row.where)
+            if self.settings.importance_weights:
+                weights = importance_weights(log_weights, row.where)
+        blocks = self.block.run(lambda size: self._blocks(row, prompt_ids, drawn, rewards, weights, size), row.where)
         return GramRecord(
             prompt_id=row.prompt_id,
             index=index,
@@ -178,17 +180,23 @@ class Measurement:
             "oracle_components": oracle_components(row, self.several.names),
         }
 
-    def _blocks(self, row: OracleRow, prompt_ids, drawn: list[Continuation], rewards: Rewards, largest: int) -> dict:
-        """The fields of GramRecord that come from the continuations, taken in blocks of at most ``largest``."""
+    def _blocks(self, row: OracleRow, prompt_ids, drawn, rewards: Rewards, log_weights, largest: int) -> dict:
+        """The fields of GramRecord that come from the continuations, taken in blocks of at most ``largest``.
+
+        log_weights: (N,) of ``importance_weights``, or None.
+        """
         lengths = np.array([continuation.length for continuation in drawn])
-        with_sketches = self.settings.sketch_dim and not self.settings.importance_weights  # sketches are not weighted
-        names = sketched_names(self.settings.estimators) if with_sketches else None
+        names = sketched_names(self.settings.estimators, log_weights is not None) if self.settings.sketch_dim else None
         grams, values, moments, sketches, start = [], [], [], [], 0
         in_metric, metric_sketches, kl = [], [], []
-        for size in block_sizes(len(drawn), largest):
+        cuts = block_sizes(len(drawn), largest)
+        importance: list[Weights | None] = [None] * len(cuts)
+        if log_weights is not None:
+            importance = self_normalised(np.split(np.exp(log_weights - log_weights.max()), np.cumsum(cuts)[:-1]))
+        for size, of_block in zip(cuts, importance):
             part = slice(start, start + size)
             start += size
-            weights = self._sketch_weights(names, rewards, lengths, part) if names else None
+            weights = self._sketch_weights(names, rewards, lengths, part, of_block) if names else None
             tokens, masks = scored(drawn[part], self.settings.scoring)
             if self.reference is None:
                 block = self.gram.block(prompt_ids, tokens, masks, self.settings.by_layer, weights)
@@ -205,7 +213,7 @@ class Measurement:
                 in_metric.append(block.metric_gram)
                 metric_sketches.append(block.metric_sketch)
             if self.settings.by_layer:
-                moments.append(layer_moments(block.by_module, rewards.total[part]))
+                moments.append(layer_moments(block.by_module, rewards.total[part], of_block))
         sizes = [len(gram) for gram in grams]
         sketch = _mean_sketch(sketches, sizes) if sketches else None
         return {
@@ -219,18 +227,24 @@ class Measurement:
             "metric_grams": in_metric or None,
             "metric_sketch": _mean_sketch(metric_sketches, sizes)[: len(names)] if names and in_metric else None,
             "component_sketch": sketch[len(names) :] if names and self.several else None,
-            "module_oracle": _module_oracle(row, moments, np.split(rewards.total, np.cumsum(sizes)[:-1])),
+            "module_oracle": _module_oracle(row, moments, np.split(rewards.total, np.cumsum(sizes)[:-1]), importance),
             "sketch_names": names,
             "sketch_layout": np.array(self.gram.sketch.layout, dtype=np.int64) if names else None,
         }
 
-    def _sketch_weights(self, names: Sequence[str], rewards: Rewards, lengths: np.ndarray, part: slice) -> np.ndarray:
+    def _sketch_weights(
+        self, names, rewards: Rewards, lengths: np.ndarray, part: slice, of_block: Weights | None
+    ) -> np.ndarray:
         """Weights (E, B) of one block's scores for the E ``names``; with several rewards, below them GRPO's of each alone."""
-        weights = sketch_weights(names, rewards.total[part], lengths[part], self.settings.K_list[-1])
-        if not self.several:
-            return weights
-        alone = [leave_one_out_weights(np.nan_to_num(values[part]), lengths[part]) for values in rewards.components]
-        return np.concatenate([weights, alone])
+        importance = None if of_block is None else of_block.values
+        weights = sketch_weights(names, rewards.total[part], lengths[part], self.settings.K_list[-1], importance)
+        if self.several:
+            each = (np.nan_to_num(values[part]) for values in rewards.components)
+            alone = [leave_one_out_weights(values, lengths[part], importance) for values in each]
+            weights = np.concatenate([weights, alone])
+        if of_block is not None:  # they are divided by the block's own mean of w_i w_j; by the prompt's, as moments are
+            weights = weights * (distinct_products(of_block.values)[1] / of_block.shares[1])
+        return weights
 
 
 def _mean_sketch(sketches: list[np.ndarray], sizes: list[int]) -> np.ndarray:
@@ -250,8 +264,11 @@ def _kl_fields(found: list[dict]) -> dict:
     }
 
 
-def _module_oracle(row: OracleRow, moments: list[np.ndarray], rewards: list[np.ndarray]) -> np.ndarray | None:
+def _module_oracle(
+    row: OracleRow, moments: list[np.ndarray], rewards: list[np.ndarray], importance: list[Weights | None]
+) -> np.ndarray | None:
     """Each module's trace at a cross-fitted V(x), where the row has none and there are two blocks or more."""
     if row.oracle_value is not None or len(moments) < 2:
         return None
-    return cross_fitted_oracle(np.stack(moments)[..., :3], rewards)
+    weights = None if importance[0] is None else [each.values for each in importance]
+    return cross_fitted_oracle(np.stack(moments)[..., :3], rewards, weights)

@@ -184,7 +184,7 @@ def sampled_by(law: dict, identity: dict, settings: TracecovSettings) -> dict:
 
 def identity_beside_the_law(settings: TracecovSettings) -> dict:
     """The entries of a run's identity that say how its Grams are made, which rollouts do not fix."""
-    sketched = sketched_names(settings.estimators) if settings.sketch_dim else []
+    sketched = sketched_names(settings.estimators, settings.importance_weights) if settings.sketch_dim else []
     return {
         "seed": settings.seed,
         "scoring": settings.scoring,

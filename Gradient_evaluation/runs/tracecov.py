@@ -49,7 +49,7 @@ from Gradient_evaluation.runs.source import Sampled, Stored
 from Gradient_evaluation.runs.until import Until
 from Gradient_evaluation.settings import WITH_FROM_GRAMS, WITH_FROM_GRAMS_AND_ROLLOUTS, TracecovSettings
 
-NOT_WEIGHTED = "--importance_weights: gradient sketches are not weighted; without it there is a best group size"
+NOT_WEIGHTED = "measured with --importance_weights and without gradient sketches; measure again"
 
 Draw = Callable[[dict, str], Path]  # (results, label) -> the file of the figure
 
@@ -190,7 +190,7 @@ def with_weights(records: Iterable, identity: dict, settings: TracecovSettings) 
 
 def finish(settings: TracecovSettings, measured: Measured, started: float, draw: Draw, no_sketch: str | None = None) -> None:
     """Write and print the results, and draw the figure. no_sketch: why the records have no sketch, where that is known."""
-    if measured.identity.get("importance_weights"):
+    if measured.identity.get("importance_weights") and not no_sketch and measured.identity.get("sketch_dim"):
         no_sketch = NOT_WEIGHTED
     about = {
         "config": measured.config,

@@ -228,10 +228,13 @@ def extra_rollouts(names: Sequence[str]) -> set[str]:
     return {ESTIMATORS[name].extra_rollout for name in resolve(names)} - {None}
 
 
-def sketched_names(names: Sequence[str]) -> list[str]:
-    """``REFERENCE``, and those of ``names`` (and aliases) whose mean has another direction, in a fixed order."""
+def sketched_names(names: Sequence[str], weighted: bool = False) -> list[str]:
+    """``REFERENCE``, and those of ``names`` (and aliases) whose mean has another direction, in a fixed order.
+
+    weighted: only those that importance weights can correct, which are those without resampled groups.
+    """
     entries = {name: ESTIMATORS[name] for name in resolve(names) if name != REFERENCE}
-    return [REFERENCE, *sorted(name for name, entry in entries.items() if entry.group or entry.direction)]
+    return [REFERENCE, *sorted(name for name, entry in entries.items() if entry.direction or (entry.group and not weighted))]
 
 
 def sketch_weights(

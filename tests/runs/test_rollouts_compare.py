@@ -6,6 +6,7 @@ import math
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,12 +20,15 @@ from Gradient_evaluation import run_tracecov
 from Gradient_evaluation.errors import UserError
 from Gradient_evaluation.gram.score_gram import ScoreGram
 from Gradient_evaluation.models import load_model, load_tokenizer
+from Gradient_evaluation.runs.inputs.rewards import Rewards
 from Gradient_evaluation.runs.inputs.rollouts import compare, laws
 from Gradient_evaluation.runs.inputs.rollouts.compare import Comparison, effective_share, importance_weights, poisson_tail
 from Gradient_evaluation.runs.machine import gram_store
+from Gradient_evaluation.runs.measure import Measurement
 from Gradient_evaluation.sampling.generate import Continuation, sample_continuations
 from Gradient_evaluation.sampling.law import SamplingLaw, uniforms
 from Gradient_evaluation.sampling.log_probs import log_probs
+from Gradient_evaluation.stats.weighted import self_normalised
 from Gradient_evaluation.utils import format_prompt
 
 MODEL, CASES = ROOT / "data" / "tiny_model", ROOT / "tests" / "cases" / "vllm"
@@ -73,7 +77,7 @@ def compared(model, law, prompts, several, size=8, **more):
     """What ``Comparison`` keeps of several prompts; the error's text where it refuses."""
     with comparison(model, law, **more) as found:
         try:
-            return [found.of_prompt(ids, drawn, f"prompt {i}", size) for i, (ids, drawn) in enumerate(zip(prompts, several))]
+            return [found.of_prompt(ids, drawn, f"prompt {i}", size)[0] for i, (ids, drawn) in enumerate(zip(prompts, several))]
         except UserError as error:
             return str(error)
 
@@ -146,19 +150,47 @@ def test_a_fitted_temperature_is_the_least():
     assert best.temperature == pytest.approx(1.37, rel=1e-4)
 
 
-def test_weights_are_ratios_of_the_tokens_that_count():
-    drawn = [
-        Continuation((1, 2, 3), False, "", np.array([-1.0, np.nan, -0.5]), mask=(True, False, True)),
-        *[Continuation((1, 2), False, "", np.array([-1.0, -1.0]))] * 7,
-    ]
-    log_pi = np.array([-1.2, *[-2.0] * 7])
-    np.testing.assert_allclose(importance_weights(log_pi, drawn, "here"), [0.3, *[0.0] * 7])
+def test_weights_that_leave_too_few_rollouts_are_refused():
+    found = np.array([0.3, *[0.0] * 7])
+    np.testing.assert_array_equal(importance_weights(found, "here"), found)
     with pytest.raises(UserError, match="here: importance weights leave 1 of its 8 rollouts"):
-        importance_weights(np.array([30.0, *[-2.0] * 7]), drawn, "here")
+        importance_weights(np.array([30.0, *[0.0] * 7]), "here")
     with pytest.raises(UserError, match="leave 3 of its 3"):
-        importance_weights(log_pi[1:4], drawn[1:4], "here")
+        importance_weights(found[1:4], "here")
     with pytest.raises(UserError, match="needs the sampler's log-probs"):
-        importance_weights(log_pi, [*drawn[:7], replace(drawn[7], log_probs=None)], "here")
+        importance_weights(None, "here")
+
+
+@pytest.mark.parametrize("law", [PLAIN, NUCLEUS, COOL])
+def test_log_weights_are_sums_over_the_tokens_that_count(model, prompts, sampled, law):
+    """A sampler of log pi = 0 at each token: the log weights are the scorer's log pi of the masked continuation."""
+    drawn = sampled(law)[0][:6]
+    masks = [[position % 3 != 1 or position == 0 for position in range(len(each.tokens))] for each in drawn]
+    stored = [replace(each, log_probs=np.zeros(len(each.tokens)), mask=tuple(mask)) for each, mask in zip(drawn, masks)]
+    with comparison(model, law, allow_mismatch=True) as found:
+        block = found.gram.block(prompts[0], [each.tokens for each in drawn], masks)
+        np.testing.assert_allclose(found.of_prompt(prompts[0], stored, "here", 4)[1], block.log_probs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_a_sketch_of_weighted_blocks_has_the_weights_of_their_pairs(equal):
+    """Against the sum over pairs of w_i w_j h_ij, over the prompt's own mean of w_i w_j, as in the moments of the Gram."""
+    generator = np.random.default_rng(3)
+    rewards, components = generator.normal(size=12), generator.normal(size=(2, 12))
+    w, lengths = np.ones(12) if equal else np.exp(generator.normal(size=12)), np.full(12, 3)
+    scores = generator.normal(size=(12, 5))  # whole gradients in the place of sketches
+    source = SimpleNamespace(settings=SimpleNamespace(K_list=(4,)), several=True)
+    parts, mean = [slice(0, 6), slice(6, 12)], w.mean()
+    found = [
+        Measurement._sketch_weights(source, ["grpo"], Rewards(rewards, components), lengths, part, of_block) @ scores[part]
+        for part, of_block in zip(parts, [None, None] if equal else self_normalised([w[part] for part in parts]))
+    ]
+    distinct = [[(i, j) for i in range(*part.indices(12)) for j in range(*part.indices(12)) if i != j] for part in parts]
+    share = np.mean([w[i] * w[j] for pairs in distinct for i, j in pairs]) / mean**2
+    for block, pairs in zip(found, distinct):
+        for row, values in zip(block, [rewards, *components]):
+            kernel = [w[i] * w[j] / mean**2 * (values[i] - values[j]) * (scores[i] - scores[j]) / 2 for i, j in pairs]
+            np.testing.assert_allclose(row, np.mean(kernel, axis=0) / share, rtol=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------ the same law
@@ -314,7 +346,7 @@ def shifted(rows, by):
 def test_importance_weights_are_kept_with_the_grams(policy, in_place, tmp_path, capsys):
     rows = shifted(rows_in(in_place / "rollouts"), 0.01)
     path = written(rows, tmp_path / "rollouts.jsonl")
-    flags = ("--K_list", 4, 8, "--block_size", 8)
+    flags = ("--K_list", 4, 8, "--block_size", 8, "--by_layer")
     assert measure(policy, [path], tmp_path / "plain", *flags)[0] == 0
     assert measure(policy, [path], tmp_path / "weighted", *flags, "--importance_weights")[0] == 0
     plain, weighted = (
@@ -329,7 +361,13 @@ def test_importance_weights_are_kept_with_the_grams(policy, in_place, tmp_path, 
         np.testing.assert_array_equal(record.grams, plain[prompt].grams)
     found = read(tmp_path / "weighted" / RESULTS)
     assert found["rollouts_check"]["importance_weights"] is True and found["law"]["importance_weights"]
-    assert "gradient sketches are not weighted" in found["group_size_law"]["reasons"]["c1"]
+    assert found["group_size_law"]["c1"] is not None
+    assert "c1" not in found["group_size_law"]["reasons"]
+    for name in ("naive", "grpo"):  # modules and the whole, both weighted
+        by_module = np.sum(found["by_layer"]["trace_cov"][name], axis=-1)
+        np.testing.assert_allclose(by_module, found["conditional_on_x"][name], rtol=1e-6)
+    plain_sketch, sketch = next((plain[p].sketch, record.sketch) for p, record in weighted.items())
+    assert np.isfinite(sketch).all() and not np.allclose(sketch, plain_sketch)
     assert found["theta_norm_sq"] != read(tmp_path / "plain" / RESULTS)["theta_norm_sq"]
     assert found["rollouts_check"]["effective_sample_size"] == pytest.approx(
         np.mean([effective_share(record.log_weights) for record in weighted.values()])

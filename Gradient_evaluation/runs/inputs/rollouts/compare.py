@@ -50,35 +50,38 @@ class Comparison:
         self.off = np.zeros(2)  # sum of |scorer less sampler|, tokens
         self.tried: list[Tokens] = []  # the first different tokens, on which other laws are tried
 
-    def of_prompt(self, prompt_ids: Sequence[int], drawn: Sequence[Continuation], where: str, size: int) -> dict:
-        """Compare one prompt's rollouts, ``size`` at a time → what its record keeps.
+    def of_prompt(
+        self, prompt_ids: Sequence[int], drawn: Sequence[Continuation], where: str, size: int
+    ) -> tuple[dict, np.ndarray | None]:
+        """Compare one prompt's rollouts, ``size`` at a time → what its record keeps, and log w (N,), scorer less sampler.
 
         With log-probs: {"tokens", "mean_difference", "median_difference", "largest_difference" (of |scorer less sampler| per
         token), "effective" (effective sample size of the weights exp(scorer less sampler), as a share)}. Without them:
-        {"tokens", "surprise" (the sum), "variance" (of it)}. Raises UserError, naming ``where`` and what the rollouts are
-        instead, when they cannot be of this model and law.
+        {"tokens", "surprise" (the sum), "variance" (of it)}, and None for log w. Raises UserError, naming ``where`` and
+        what the rollouts are instead, when they cannot be of this model and law.
         """
         with_log_probs = all(each.log_probs is not None for each in drawn)
-        kept, error = (self._differences if with_log_probs else self._surprises)(prompt_ids, drawn, where, size)
+        kept, log_weights, error = (self._differences if with_log_probs else self._surprises)(prompt_ids, drawn, where, size)
         if error is not None and not self.allow_mismatch:
             raise error
         if error is not None and not self.warned:
             self.warned = True
             print(f"warning: {str(error).removesuffix('; or ' + HINT)}; going on as --allow_mismatch says", file=sys.stderr)
-        return kept
+        return kept, log_weights
 
-    def _differences(self, prompt_ids, drawn, where: str, size: int) -> tuple[dict, UserError | None]:
+    def _differences(self, prompt_ids, drawn, where: str, size: int) -> tuple[dict, np.ndarray, UserError | None]:
         values, cut = [], 0
         for each in self._tokens(prompt_ids, drawn, size):
             values.append(scorer(each, self.law) - each.log_probs)
             cut += outside(each, self.law)
         every = np.abs(np.concatenate(values))
+        log_weights = np.array([each.sum() for each in values])
         kept = {
             "tokens": len(every),
             "mean_difference": float(every.mean()),
             "median_difference": float(np.median(every)),
             "largest_difference": float(every.max()),
-            "effective": effective_share(np.array([each.sum() for each in values])),
+            "effective": effective_share(log_weights),
         }
         mean, error = kept["mean_difference"], None
         self.off += every.sum(), len(every)
@@ -88,9 +91,9 @@ class Comparison:
         if mean > ROUNDING or (mean > EXACT and few):
             tried = self.tried if few else self._different_tokens(prompt_ids, drawn)
             error = self._other_law(tried, self._drawn_tokens(prompt_ids, drawn), mean, cut, where)
-        return kept, error or self._cut_off(cut, len(every), where)
+        return kept, log_weights, error or self._cut_off(cut, len(every), where)
 
-    def _surprises(self, prompt_ids, drawn, where: str, size: int) -> tuple[dict, UserError | None]:
+    def _surprises(self, prompt_ids, drawn, where: str, size: int) -> tuple[dict, None, UserError | None]:
         found, cut, rare, expected = np.zeros(3), 0, 0, 0.0
         ends = sorted({each.tokens[-1] for each in drawn if each.ended})
         for each in self._tokens(prompt_ids, drawn, size):
@@ -101,18 +104,22 @@ class Comparison:
             rare += int(each.ended and end[-1] < RARE)
         kept = {"tokens": int(found[2]), "surprise": float(found[0]), "variance": float(found[1])}
         if (error := self._cut_off(cut, int(found[2]), where)) is not None:
-            return kept, error
+            return kept, None, error
         if rare and poisson_tail(rare, expected) < CHANCE:
             longest = max(len(each.tokens) - 1 for each in drawn if each.ended)
-            return kept, UserError(
-                f"{where}: {rare} of its {len(drawn)} responses end where --model goes on ({expected:.2g} are usual), as if "
-                f"cut off; pass the sampler's limit as --max_new_tokens (the longest has {longest} tokens), or {HINT}"
+            return (
+                kept,
+                None,
+                UserError(
+                    f"{where}: {rare} of its {len(drawn)} responses end where --model goes on ({expected:.2g} are usual), as "
+                    f"if cut off; pass the sampler's limit as --max_new_tokens (the longest has {longest} tokens), or {HINT}"
+                ),
             )
         self.surprise += found
         total, variance, count = self.surprise
         if abs(total) > max(CLEAR * math.sqrt(variance), OTHER_MODEL * count):
-            return kept, self._other_sampler(self._drawn_tokens(prompt_ids, drawn), total / count, where)
-        return kept, None
+            return kept, None, self._other_sampler(self._drawn_tokens(prompt_ids, drawn), total / count, where)
+        return kept, None, None
 
     def _tokens(self, prompt_ids, drawn: Sequence[Continuation], size: int) -> Iterator[Tokens]:
         """The tokens that count of every continuation, ``size`` of them in a pass."""
@@ -200,23 +207,21 @@ def effective_share(log_weights: np.ndarray) -> float:
     return float(w.sum() ** 2 / (w**2).sum() / len(w))
 
 
-def importance_weights(log_pi: np.ndarray, drawn: Sequence[Continuation], where: str) -> np.ndarray:
-    """log w (N,) of the rollouts of a prompt: ``log_pi`` (N,), the scorer's, less the sampler's.
+def importance_weights(log_weights: np.ndarray | None, where: str) -> np.ndarray:
+    """``log_weights`` (N,) of a prompt's rollouts, as ``Comparison.of_prompt`` gives them, where they can be used.
 
     Raises UserError where a rollout has no log-probs, or the weights leave too few rollouts.
     """
-    if any(each.log_probs is None for each in drawn):
+    if log_weights is None:
         raise UserError(f"{where}: --importance_weights needs the sampler's log-probs, which these rollouts lack; leave it out")
-    counted = [np.asarray(each.log_probs)[slice(None) if each.mask is None else np.array(each.mask)] for each in drawn]
-    found = log_pi - np.array([each.sum(dtype=np.float64) for each in counted])
-    share = effective_share(found)
-    if share < LEAST_SHARE or share * len(found) < LEAST_EFFECTIVE:
+    share = effective_share(log_weights)
+    if share < LEAST_SHARE or share * len(log_weights) < LEAST_EFFECTIVE:
         raise UserError(
-            f"{where}: importance weights leave {share * len(found):.3g} of its {len(found)} rollouts (effective sample size); "
-            f"at least {LEAST_EFFECTIVE} and a share of {LEAST_SHARE:g} are needed: sample nearer to --model, or leave "
-            "--importance_weights out"
+            f"{where}: importance weights leave {share * len(log_weights):.3g} of its {len(log_weights)} rollouts "
+            f"(effective sample size); at least {LEAST_EFFECTIVE} and a share of {LEAST_SHARE:g} are needed: sample nearer to "
+            "--model, or leave --importance_weights out"
         )
-    return found
+    return log_weights
 
 
 def poisson_tail(count: int, mean: float) -> float:
