@@ -24,7 +24,7 @@ PAGES = (
     "README.md",
     *(
         f"docs/{name}.md"
-        for name in "prompts rewards rollouts estimators long_runs files limits costs paper training method".split()
+        for name in "prompts rewards rollouts estimators long_runs precision files limits costs paper training method".split()
     ),
 )
 INSTALLED = ("-o", ".venv/installed", "-o", "outputs/verl_cpu/venv/installed")  # what make is to take as done

@@ -216,6 +216,7 @@ ADDED = {
     "-m ruff": None,  # make test runs it before them
     "tests/bench.py": None,  # hours, and a model of 270 MB
     "tests/bench_until.py": None,  # half an hour
+    "tests/bench_precision.py": None,  # ten minutes
     "tests/verl_cpu/train_for_real.py": None,  # half an hour, and an environment of 4 GB
     "-m verl.model_merger": None,  # needs a checkpoint of several GPUs
 }
